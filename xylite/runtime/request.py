@@ -1,0 +1,280 @@
+"""What a client asked for, and what it gets back, in token ids.
+
+A `Request` is frozen and has passed every limit: `make_request` is the only way into the queue.
+The engine yields `TokenEvent`s. `Draft` and `Constraint` are the two things that may stand beside
+a sequence: proposed tokens, and a rule for the tokens that may come next.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from xylite.errors import RequestError, XyliteError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to end, in vLLM's words and defaults.
+
+    max_tokens       None = as many as fit into the model's context
+    top_k            0 or -1 = off
+    logprobs         None = off; k = the chosen token's log-probability and the k most likely
+                     alternatives, of the model's raw distribution
+    prompt_logprobs  the same for the prompt's tokens; switches prefix reuse off for this request
+    seed             None = one drawn by the engine
+    stop ... spaces_between_special_tokens concern text and are read by TextEngine only
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed to follow a sequence.
+
+    parents is None for a chain; for a tree, parents[i] < i is the draft token that token i
+    follows, or -1 for the sequence's last token. Siblings are distinct.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Constraint(Protocol):
+    """A rule for what may come next, with the state of one sequence."""
+
+    def fill(self, draft: Draft | None, out: np.ndarray) -> None:
+        """Write the allowed tokens for the next position and after each draft token.
+
+        out is [1 + len(draft), ceil(V / 32)] int32, bit t of word t // 32 = token t allowed.
+        Row 0 belongs to the next position, row 1 + i to the position after draft token i.
+        The state afterwards is what it was before.
+        """
+        ...
+
+    def accept(self, ids: Sequence[int]) -> None:
+        """Advance over tokens that now belong to the sequence."""
+        ...
+
+    def rollback(self, n: int) -> None:
+        """Take back the last n accepted tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this engine can take; every number a client can break is here."""
+
+    vocab_size: int  # ids that have a meaning; rows beyond it are padding
+    max_model_len: int
+    max_kv_tokens: int  # tokens that the KV pool can hold for one sequence
+    max_n: int = 128
+    max_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """One checked request. `make_request` builds it.
+
+    end_tokens  ids that end a sequence with finish_reason "stop" (empty with ignore_eos),
+                the client's stop_token_ids not included
+    max_tokens  resolved: what the client asked for, at most what fits; prompt + max_tokens
+                never exceeds the context
+    constraint  makes the constraint of one sequence; called once for each of the n
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    end_tokens: frozenset[int]
+    seed: int
+    priority: int = 0
+    cache_salt: str = ""
+    constraint: Callable[[], Constraint] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, and of the most likely ones at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """New tokens of one sequence of a request, or its end, or both.
+
+    index            which of the request's n sequences
+    logprobs         one per token, if asked for
+    prompt_logprobs  on the first event of sequence 0, if asked for: one per prompt token, the
+                     first None
+    stop_token       the id that ended the sequence; it is the last of `tokens`
+    num_cached       prompt tokens whose KV was found in the prefix tree
+    error            set with finish_reason "error"
+    """
+
+    index: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    num_cached: int = 0
+    error: XyliteError | None = None
+
+
+def _in_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
+    """RequestError unless low <= value <= high; written so that NaN fails."""
+    fits = (low < value if low_open else low <= value) and value <= high
+    if not fits:
+        bracket = "(" if low_open else "["
+        high_text = "inf)" if math.isinf(high) else f"{high:g}]"
+        raise RequestError(
+            f"{name} must be in {bracket}{low:g}, {high_text}, got {value:g}", param=name
+        )
+
+
+def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise RequestError(
+                f"{name} holds token id {i}, outside the vocabulary of {vocab_size} tokens",
+                param=name,
+            )
+
+
+def check_params(params: SamplingParams, limits: Limits) -> None:
+    """RequestError naming field, limit and value if `params` breaks a rule."""
+    p = params
+    _in_range("n", p.n, 1, limits.max_n)
+    if p.max_tokens is not None:
+        _in_range("max_tokens", p.max_tokens, 0, 2**31)
+    _in_range("min_tokens", p.min_tokens, 0, 2**31)
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise RequestError(
+            f"min_tokens ({p.min_tokens}) is greater than max_tokens ({p.max_tokens})",
+            param="min_tokens",
+        )
+    _in_range("temperature", p.temperature, 0, 2)
+    _in_range("top_p", p.top_p, 0, 1, low_open=True)
+    _in_range("top_k", p.top_k, -1, 2**31)
+    _in_range("min_p", p.min_p, 0, 1)
+    _in_range("presence_penalty", p.presence_penalty, -2, 2)
+    _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
+    _in_range("repetition_penalty", p.repetition_penalty, 0, 100, low_open=True)
+    if len(p.logit_bias) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(p.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}",
+            param="logit_bias",
+        )
+    _ids_in_vocabulary("logit_bias", list(p.logit_bias), limits.vocab_size)
+    for value in p.logit_bias.values():
+        _in_range("logit_bias", value, -100, 100)
+    if p.seed is not None:
+        _in_range("seed", p.seed, -MAX_SEED - 1, MAX_SEED)
+    if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids has {len(p.stop_token_ids)} entries, the limit is "
+            f"{MAX_STOP_TOKEN_IDS}",
+            param="stop_token_ids",
+        )
+    _ids_in_vocabulary("stop_token_ids", p.stop_token_ids, limits.vocab_size)
+    for name, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
+        if value is not None:
+            _in_range(name, value, 0, limits.max_logprobs)
+    if p.allowed_token_ids is not None:
+        if not p.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids is empty: no token could ever be chosen",
+                param="allowed_token_ids",
+            )
+        _ids_in_vocabulary("allowed_token_ids", p.allowed_token_ids, limits.vocab_size)
+    _ids_in_vocabulary("banned_token_ids", p.banned_token_ids, limits.vocab_size)
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    limits: Limits,
+    end_tokens: frozenset[int],
+    default_seed: int,
+    priority: int = 0,
+    cache_salt: str = "",
+    constraint: Callable[[], Constraint] | None = None,
+) -> Request:
+    """A Request within `limits`; RequestError naming field, limit and value otherwise."""
+    check_params(params, limits)
+    if not prompt:
+        raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+    _ids_in_vocabulary("prompt", prompt, limits.vocab_size)
+    asked = params.max_tokens
+    room = limits.max_model_len - len(prompt)
+    wanted = room if asked is None else asked
+    if room < min(1, wanted) or wanted > room:
+        raise RequestError(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you "
+            f"requested {len(prompt) + (asked or 0)} tokens ({len(prompt)} in the prompt, "
+            f"{asked or 0} for the completion).",
+            param="prompt" if room < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
+    if len(prompt) + wanted > limits.max_kv_tokens:
+        fits = limits.max_kv_tokens - len(prompt)
+        if asked is not None or fits < 1:
+            raise RequestError(
+                f"prompt ({len(prompt)} tokens) plus max_tokens ({wanted}) exceed the KV cache, "
+                f"which holds {limits.max_kv_tokens} tokens for one sequence",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        wanted = fits
+    end = frozenset() if params.ignore_eos else end_tokens
+    return Request(
+        id=request_id,
+        prompt=tuple(prompt),
+        params=params,
+        max_tokens=wanted,
+        end_tokens=end,
+        seed=default_seed if params.seed is None else params.seed,
+        priority=priority,
+        cache_salt=cache_salt,
+        constraint=constraint,
+    )

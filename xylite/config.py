@@ -15,6 +15,9 @@ from xylite.errors import ConfigError
 
 DEMO_MODEL = "demo"
 
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
 
 def _about(text: str, group: str, **limits: Any) -> Meta:
     return Meta(description=text, extra={"group": group}, **limits)
@@ -53,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, _about("Quantise linear weights at load: a format's name.", "model")
     ] = None
     max_model_len: Annotated[
-        int | None, _about("Longest sequence in tokens; auto is the model's own.", "model", ge=1)
+        Positive | None, _about("Longest sequence in tokens; auto is the model's own.", "model")
     ] = None
     generation_config: Annotated[
         str,
@@ -71,10 +74,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, _about("auto, or a device by name and index, such as cpu or npu:0.", "device")
     ] = "auto"
     num_threads: Annotated[
-        int | None, _about("CPU threads; auto is what this process may use.", "device", ge=1)
+        Positive | None, _about("CPU threads; auto is what this process may use.", "device")
     ] = None
     block_size: Annotated[
-        int | None, _about("Tokens per KV block; auto is what suits the device.", "cache", ge=1)
+        Positive | None, _about("Tokens per KV block; auto is what suits the device.", "cache")
     ] = None
     enable_prefix_caching: Annotated[
         bool, _about("Reuse the KV of beginnings that were seen before.", "cache")
@@ -84,40 +87,37 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _about("Share of the device's free memory to use.", "cache", gt=0, le=1),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None,
+        Positive | None,
         _about(
             "Memory for KV; auto is what is left on the device (on the CPU at most 4 GiB).",
             "cache",
-            ge=1,
         ),
     ] = None
     num_blocks: Annotated[
-        int | None, _about("KV blocks, exactly; wins over the memory settings.", "cache", ge=1)
+        Positive | None, _about("KV blocks, exactly; wins over the memory settings.", "cache")
     ] = None
     max_num_seqs: Annotated[
         int, _about("Sequences that may run at the same time.", "scheduler", ge=1)
     ] = 128
     max_num_batched_tokens: Annotated[
-        int | None,
+        Positive | None,
         _about(
             "Tokens computed per iteration; auto is what the device computes in 100 ms, between "
             "64 and 8192.",
             "scheduler",
-            ge=1,
         ),
     ] = None
     max_num_queued_reqs: Annotated[
-        int | None,
+        Natural | None,
         _about(
             "Sequences that may wait beyond those running; more are refused with 503. Auto is 4 "
             "times max_num_seqs, at least 64.",
             "scheduler",
-            ge=0,
         ),
     ] = None
-    async_scheduling: Annotated[
-        bool, _about("Plan iteration k+1 while k runs.", "scheduler")
-    ] = True
+    async_scheduling: Annotated[bool, _about("Plan iteration k+1 while k runs.", "scheduler")] = (
+        True
+    )
     speculative_config: Annotated[
         dict[str, Any] | None,
         _about(
@@ -157,19 +157,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_certfile: Annotated[str | None, _about("TLS certificate.", "server")] = None
     ssl_keyfile: Annotated[str | None, _about("TLS private key.", "server")] = None
     sse_keep_alive_interval: Annotated[
-        float, _about("Seconds of silence before a comment line in a stream; 0 = off.", "server", ge=0)
+        float,
+        _about("Seconds of silence before a comment line in a stream; 0 = off.", "server", ge=0),
     ] = 15.0
     shutdown_timeout: Annotated[
-        float, _about("Seconds that running requests may take to end after SIGTERM.", "server", ge=0)
+        float,
+        _about("Seconds that running requests may take to end after SIGTERM.", "server", ge=0),
     ] = 30.0
-    max_request_bytes: Annotated[
-        int, _about("Largest request body.", "server", ge=1024)
-    ] = 64 * 1024 * 1024
+    max_request_bytes: Annotated[int, _about("Largest request body.", "server", ge=1024)] = (
+        64 * 1024 * 1024
+    )
     request_timeout: Annotated[
         float, _about("Seconds a request may take in all; 0 = no limit.", "server", ge=0)
     ] = 0.0
     max_queue_wait: Annotated[
-        float, _about("Seconds a request may wait for its first token; 0 = no limit.", "server", ge=0)
+        float,
+        _about("Seconds a request may wait for its first token; 0 = no limit.", "server", ge=0),
     ] = 0.0
     strict_requests: Annotated[
         bool, _about("Answer 400 to unknown request fields instead of ignoring them.", "server")

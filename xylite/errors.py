@@ -1,15 +1,15 @@
 """Every error that xylite raises on purpose, and the HTTP answer each one becomes.
 
-    XyliteError
-      ConfigError       a setting or a model file is wrong; start-up stops
-      RequestError      400: the client's request is wrong
-        ModelNotFound   404
-        TooLarge        413
-      Unauthorized      401
-      Forbidden         403
-      Overloaded        503: come back later
-      EngineError       500: this request failed for a reason that is not the client's
-        DeadlineExceeded  504
+XyliteError
+  ConfigError       a setting or a model file is wrong; start-up stops
+  RequestError      400: the client's request is wrong
+    ModelNotFound   404
+    TooLarge        413
+  Unauthorized      401
+  Forbidden         403
+  Overloaded        503: come back later
+  EngineError       500: this request failed for a reason that is not the client's
+    DeadlineExceeded  504
 """
 
 

@@ -46,7 +46,10 @@ class TokenTable:
     logit_rows: I32
 
 
-TASK_FIELDS: Final = ("seq", "q_row", "num_rows", "head", "kv_start", "kv_end", "part", "load")
+TASK_FIELDS: Final = (
+    "seq", "q_row", "num_rows", "head", "kv_start", "kv_end", "part", "load", "row", "past", "tree",
+)  # fmt: skip
+MERGE_FIELDS: Final = ("seq", "q_row", "num_rows", "head", "part", "num_parts", "row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +63,14 @@ class TaskList:
                 num_rows  rows of the tile that exist
                 head      KV head
                 kv_start, kv_end  keys of the sequence that this task reads; kv_start is a
-                          multiple of the KV tile
-                part      where the partial result goes if the KV range was cut, or -1
-                load      for balance reports
+                          multiple of the KV tile, and so is kv_end unless it is the tile's last
+                part      first of num_rows rows in the partial results if the KV range was cut,
+                          or -1: the task gives the final result
+                load      tile_q * (kv_end - kv_start), for balance reports
+                row       first packed row of the tile, within the iteration (row of q and o)
+                past      keys before the chunk: row r of the tile sees the keys below
+                          past + (q_row + r) // group + 1 (of these the last `window`)
+                tree      1: tree_mask decides which of the chunk's draft tokens are seen
     core_start  [cores + 1] first task of each core, and W
     """
 
@@ -75,8 +83,11 @@ class TaskList:
 class TaskTable:
     """All attention tasks of one iteration for one attention kind.
 
-    merges   [M, 5] (seq, q_row, num_rows, head, first part) of every tile that was cut, with
-    parts    [M + 1] first row of each merge in the partial results, and their number
+    classes  one list per tile class, empty ones included
+    merges   [M, len(MERGE_FIELDS)] one for every tile that was cut: its num_parts parts lie one
+             after the other in the partial results, num_rows rows each, from row `part` on; in
+             the order of their keys
+    parts    [2] M, and how many rows the partial results have
     """
 
     classes: tuple[TaskList, ...]

@@ -1,0 +1,257 @@
+"""Task tables: every key is read once, tasks are small, cores get equal loads."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from xylite.runtime import task_table
+from xylite.runtime.step import MERGE_FIELDS, TASK_FIELDS, TaskTable, TokenTable
+
+EMPTY = np.zeros(0, np.int32)
+
+
+def make_table(past: list[int], tokens: list[int], trees: dict[int, list[int]] | None = None):
+    """A token table with these chunks; `trees` gives the parents of a chunk's last tokens."""
+    trees = trees or {}
+    n = np.array(tokens, np.int32)
+    kv_len = np.array(past, np.int32) + n
+    num_draft, bias_start = np.zeros(len(n), np.int32), np.full(len(n), -1, np.int32)
+    positions = [np.arange(p, p + k, dtype=np.int32) for p, k in zip(past, tokens, strict=True)]
+    masks, size = [], 0
+    for s, parents in trees.items():
+        d = len(parents)
+        mask, depth = np.eye(d, dtype=bool), np.zeros(d, np.int32)
+        for i, parent in enumerate(parents):
+            if parent >= 0:
+                mask[i] |= mask[parent]
+                depth[i] = depth[parent] + 1
+        num_draft[s], bias_start[s] = d, size
+        positions[s][-d:] = kv_len[s] - d + depth
+        masks.append(mask.ravel())
+        size += d * d
+    return TokenTable(
+        tokens=EMPTY,
+        positions=np.concatenate([*positions, EMPTY]),
+        slots=EMPTY,
+        seq_of=np.repeat(np.arange(len(n), dtype=np.int32), n),
+        carry=EMPTY,
+        q_start=np.concatenate([[0], np.cumsum(n)]).astype(np.int32),
+        kv_len=kv_len,
+        num_draft=num_draft,
+        bias_start=bias_start,
+        block_table=np.zeros((len(n), 1), np.int32),
+        tree_mask=np.concatenate([*masks, np.zeros(0, bool)]),
+        logit_rows=EMPTY,
+    )
+
+
+def random_table(rng: np.random.Generator) -> TokenTable:
+    past, tokens, trees = [], [], {}
+    for s in range(int(rng.integers(1, 9))):
+        past.append(int(rng.choice([0, 1, 15, 16, 17, 31, 32, rng.integers(0, 400)])))
+        stage = rng.choice(["prefill", "decode", "chain", "tree"])
+        if stage == "prefill":
+            tokens.append(int(rng.choice([1, 15, 16, 17, rng.integers(1, 150)])))
+        elif stage == "decode":
+            tokens.append(1)
+        else:
+            draft = int(rng.integers(1, 12))
+            tokens.append(draft + int(rng.integers(1, 4)))
+            if stage == "tree":
+                trees[s] = [int(rng.integers(-1, i)) if i else -1 for i in range(draft)]
+    return make_table(past, tokens, trees)
+
+
+def visible(table: TokenTable, seq: int, window: int) -> np.ndarray:
+    """[tokens, kv_len] which keys each token of a chunk sees, straight from the definitions."""
+    first, last = table.q_start[seq : seq + 2]
+    n, kv_len = int(last - first), int(table.kv_len[seq])
+    past = kv_len - n
+    key_position = np.concatenate([np.arange(past), table.positions[first:last]])
+    see = np.arange(kv_len) <= past + np.arange(n)[:, None]
+    if table.bias_start[seq] >= 0:
+        d = int(table.num_draft[seq])
+        mask = table.tree_mask[table.bias_start[seq] :][: d * d].reshape(d, d)
+        see[n - d :, kv_len - d :] = mask
+    if window:
+        see &= key_position > table.positions[first:last, None] - window
+    return see
+
+
+def all_tasks(table: TaskTable) -> list[dict[str, int]]:
+    return [
+        dict(zip(TASK_FIELDS, map(int, row), strict=True)) for c in table.classes for row in c.tasks
+    ]
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("window", [0, 20, 130])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_every_visible_key_is_read_once_in_random_mixes(group, window, invariant, monkeypatch):
+    monkeypatch.setattr(task_table, "INVARIANT_CUT", 64)
+    rng = np.random.default_rng(100 * group + window)
+    heads = 2
+    for _ in range(12):
+        tokens = random_table(rng)
+        kv_tile = int(rng.choice([16, 32, 48]))
+        table = task_table.build(
+            tokens,
+            num_kv_heads=heads,
+            group=group,
+            window=window,
+            tile_classes=(16, 64) if rng.random() < 0.7 else (32,),
+            kv_tile=kv_tile,
+            num_cores=int(rng.integers(1, 7)),
+            batch_invariant=invariant,
+        )
+        sequences = range(len(tokens.kv_len))
+        chunk_rows = np.diff(tokens.q_start) * group
+        count = [np.zeros((heads, chunk_rows[s], tokens.kv_len[s]), int) for s in sequences]
+        for t in all_tasks(table):
+            rows = slice(t["q_row"], t["q_row"] + t["num_rows"])
+            count[t["seq"]][t["head"], rows, t["kv_start"] : t["kv_end"]] += 1
+            assert t["kv_start"] % kv_tile == 0 < t["kv_end"] - t["kv_start"]
+            assert t["row"] == tokens.q_start[t["seq"]] * group + t["q_row"]
+            assert t["past"] + chunk_rows[t["seq"]] // group == tokens.kv_len[t["seq"]]
+            assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0)
+        for s in sequences:
+            see = np.repeat(visible(tokens, s, window), group, axis=0)
+            assert np.all(count[s][:, see] == 1)
+            assert np.all(count[s] <= 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_a_cut_tile_fill_their_rows_of_the_partial_results_once(seed):
+    rng = np.random.default_rng(seed)
+    table = task_table.build(
+        random_table(rng),
+        num_kv_heads=3,
+        group=4,
+        tile_classes=(16, 64),
+        kv_tile=16,
+        num_cores=8,
+    )
+    tasks = all_tasks(table)
+    filled = np.zeros(table.parts[1], int)
+    for t in tasks:
+        if t["part"] >= 0:
+            filled[t["part"] : t["part"] + t["num_rows"]] += 1
+    assert np.all(filled == 1)
+    assert table.parts[0] == len(table.merges) and sum(t["part"] >= 0 for t in tasks) > 0
+    for row in table.merges:
+        m = dict(zip(MERGE_FIELDS, map(int, row), strict=True))
+        same = ("seq", "q_row", "num_rows", "head", "row")
+        parts = [t for t in tasks if all(t[f] == m[f] for f in same)]
+        parts.sort(key=lambda t: t["kv_start"])
+        assert [t["part"] for t in parts] == [
+            m["part"] + k * m["num_rows"] for k in range(m["num_parts"])
+        ]
+        for a, b in itertools.pairwise(parts):
+            assert a["kv_end"] == b["kv_start"]
+
+
+def test_no_task_exceeds_a_quarter_of_the_mean_core_load():
+    table = task_table.build(
+        make_table([0, 9000, 20_000, 50], [700, 1, 40, 1]),
+        num_kv_heads=8,
+        group=4,
+        tile_classes=(16, 128),
+        kv_tile=64,
+        num_cores=20,
+    )
+    loads = task_table.core_loads(table)
+    assert max(t["load"] for t in all_tasks(table)) <= loads.mean() / 4
+    assert all(
+        t["load"] == c.tile_q * (t["kv_end"] - t["kv_start"])
+        for c in table.classes
+        for t in [dict(zip(TASK_FIELDS, r.tolist(), strict=True)) for r in c.tasks]
+    )
+
+
+def test_chunks_that_fit_the_small_class_get_it_and_others_the_large():
+    table = task_table.build(
+        make_table([5, 5, 5, 5], [1, 4, 5, 40]),
+        num_kv_heads=1,
+        group=4,
+        tile_classes=(16, 64),
+        kv_tile=16,
+        num_cores=1,
+        batch_invariant=True,
+    )
+    small, large = table.classes
+    rows = [small.tasks[:, 0].tolist(), large.tasks[:, 0].tolist()]
+    assert sorted(rows[0]) == [0, 1] and sorted(rows[1]) == [2, 3, 3, 3]
+    assert sorted(large.tasks[large.tasks[:, 0] == 3, 2].tolist()) == [32, 64, 64]
+
+
+def test_tasks_are_dealt_in_symmetric_round_robin_by_falling_load():
+    past = [1000 - 10 * i for i in range(11)]
+    table = task_table.build(
+        make_table(past, [1] * 11),
+        num_kv_heads=1,
+        group=1,
+        tile_classes=(16,),
+        kv_tile=1024,
+        num_cores=3,
+    )
+    (tasks,) = table.classes
+    dealt = [
+        tasks.tasks[a:b, 0].tolist()
+        for a, b in zip(tasks.core_start, tasks.core_start[1:], strict=False)
+    ]
+    assert dealt == [[0, 5, 6], [1, 4, 7, 10], [2, 3, 8, 9]]
+
+
+def test_cuts_at_fixed_multiples_do_not_depend_on_the_batch(monkeypatch):
+    monkeypatch.setattr(task_table, "INVARIANT_CUT", 256)
+    kwargs = {"num_kv_heads": 1, "group": 2, "tile_classes": (16,), "kv_tile": 64, "num_cores": 4}
+
+    def ranges(table, seq):
+        built = task_table.build(table, batch_invariant=True, **kwargs)
+        return sorted(
+            (t["q_row"], t["kv_start"], t["kv_end"]) for t in all_tasks(built) if t["seq"] == seq
+        )
+
+    alone = ranges(make_table([700], [1]), 0)
+    beside = ranges(make_table([5000, 700, 3], [90, 1, 400]), 1)
+    assert alone == beside == [(0, 0, 256), (0, 256, 512), (0, 512, 701)]
+
+
+def test_an_empty_table_gives_empty_lists():
+    for tokens in (make_table([], []), make_table([7], [0])):
+        table = task_table.build(
+            tokens, num_kv_heads=8, group=4, tile_classes=(16, 128), kv_tile=128, num_cores=20
+        )
+        assert [c.tasks.shape for c in table.classes] == [(0, len(TASK_FIELDS))] * 2
+        assert [c.core_start.tolist() for c in table.classes] == [[0] * 21] * 2
+        assert table.merges.shape == (0, len(MERGE_FIELDS)) and table.parts.tolist() == [0, 0]
+        assert task_table.balance(table) == 1.0
+
+
+def test_the_worked_example_of_the_docstring_holds():
+    doc = task_table.__doc__ or ""
+    tokens = make_table([1318, 1657, 2036, 1986], [362, 1, 53, 1])
+    settings = {
+        "num_kv_heads": 1,
+        "group": 1,
+        "tile_classes": (16, 128),
+        "kv_tile": 128,
+        "num_cores": 4,
+    }
+    whole = task_table._tiles(tokens, 1, 0, (16, 128), 128)
+    loads = whole["tile_q"] * whole["kv_end"]
+    for rows, tile, keys, load in zip(
+        whole["num_rows"], whole["tile_q"], whole["kv_end"], loads, strict=True
+    ):
+        assert f"{tile:>4}{keys:>7}  {load:>7,}" in doc, (rows, tile, keys, load)
+    total = int(loads.sum())
+    assert f"{total:,} in all, {total // 4:,} per core" in doc
+    assert f"a quarter of that, {total // 16:,}" in doc
+    table = task_table.build(tokens, **settings)
+    tasks = all_tasks(table)
+    assert f"{max(t['kv_end'] - t['kv_start'] for t in tasks if t['num_rows'] > 1)} keys" in doc
+    assert "become 4, 5, 5 and 6 parts" in doc
+    assert table.merges[:, MERGE_FIELDS.index("num_parts")].tolist() == [4, 5, 5, 6]
+    assert f"makes {len(tasks)} tasks" in doc
+    assert f"{task_table.balance(table):.2f} times the mean load" in doc

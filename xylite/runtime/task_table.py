@@ -1,0 +1,230 @@
+"""Decompose and reorder: one iteration's attention becomes small tasks, dealt to cores.
+
+A chunk of n tokens has n * group *packed rows* per KV head (row = token * group + head of the
+group: the query heads that share a KV head share a tile). Its rows are cut into query tiles, its
+keys into parts if they are many, and each (tile, part, KV head) is a task. Tasks are sorted by
+load, descending, and dealt in symmetric round-robin: core 1 2 3 3 2 1 1 2 3 ... (Song et al.
+2026, sections 4.2 and 4.3; cutting keys across cores and packing heads are additions).
+
+An example, the iteration of the paper's figure 7: a prefill of 362 tokens that follow 1318 others,
+a decode after 1657, a verify of 53 draft tokens after 2036, a decode after 1986; one query head
+per KV head. With tile classes 16 and 128, KV tiles of 128 keys and 4 cores, one KV head gives
+
+    chunk    tile (rows)   class  keys  load = class * keys
+    prefill  0..127         128   1446  185,088
+             128..255       128   1574  201,472
+             256..361 (106) 128   1680  215,040
+    decode   0 (1)           16   1658   26,528
+    verify   0..52 (53)     128   2089  267,392
+    decode   0 (1)           16   1987   31,792
+
+927,312 in all, 231,828 per core. The cap is a quarter of that, 57,957: a task of class 128 may
+read 3 KV tiles (384 keys), so the four large tiles become 4, 5, 5 and 6 parts; the decodes stay
+whole. That makes 22 tasks; the slowest core has 1.04 times the mean load. (The paper counts 6 tile
+blocks for this mix and gives the verify a third class of 64 rows; a class is a compiled kernel
+here, so there are two.)
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xylite.runtime.step import I32, TASK_FIELDS, TaskList, TaskTable, TokenTable
+
+I64 = NDArray[np.int64]
+
+CAP_SHARE = 4  # a task is at most this fraction (1 / CAP_SHARE) of the mean core load
+INVARIANT_CUT = 4096  # keys between cuts when results must not depend on the batch
+
+
+def _starts(counts: I64) -> I64:
+    """[n + 1] running sums from 0: where each group begins, and the total."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def _spread(counts: I64) -> tuple[I64, I64]:
+    """For groups of these sizes: the group of each element, and its place within the group."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - _starts(counts)[owner]
+
+
+def _tiles(
+    table: TokenTable, group: int, window: int, tile_classes: tuple[int, ...], kv_tile: int
+) -> dict[str, I64]:
+    """Query tiles of all chunks, one KV head; columns named as in TASK_FIELDS."""
+    q_start = table.q_start.astype(np.int64)
+    kv_len = table.kv_len.astype(np.int64)
+    tokens = np.diff(q_start)
+    past = kv_len - tokens
+    rows = tokens * group
+    small, large = tile_classes[0], tile_classes[-1]
+    chunk_tile = np.where(rows <= small, small, large)
+    seq, place = _spread(-(-rows // chunk_tile))
+    tile_q = chunk_tile[seq]
+    q_row = place * tile_q
+    num_rows = np.minimum(rows[seq] - q_row, tile_q)
+    kv_end = past[seq] + (q_row + num_rows - 1) // group + 1
+    tree = table.bias_start[seq] >= 0
+    kv_start = np.zeros_like(kv_end)
+    if window:
+        position = past[seq] + q_row // group
+        # Siblings of a tree share a position: a draft token's may be that of the first draft.
+        first_draft = (kv_len - table.num_draft)[seq]
+        position = np.where(tree, np.minimum(position, first_draft), position)
+        kv_start = np.maximum(position + 1 - window, 0) // kv_tile * kv_tile
+    return {
+        "seq": seq,
+        "q_row": q_row,
+        "num_rows": num_rows,
+        "kv_start": kv_start,
+        "kv_end": kv_end,
+        "tile_q": tile_q,
+        "row": q_start[seq] * group + q_row,
+        "past": past[seq],
+        "tree": tree.astype(np.int64),
+    }
+
+
+def _cut_evenly(tiles: dict[str, I64], kv_tile: int, cap: float) -> tuple[I64, I64, I64, I64]:
+    """Parts of about equal length such that none's load exceeds `cap`; a part has >= 1 KV tile.
+
+    Returns how many parts each tile has, the tile of each part, and where its keys start and end.
+    """
+    blocks = -(-(tiles["kv_end"] - tiles["kv_start"]) // kv_tile)
+    most = np.maximum(np.floor_divide(cap, tiles["tile_q"] * kv_tile), 1).astype(np.int64)
+    # A tile below the cap stays whole, though its last, part-filled KV tile may round it up.
+    whole = tiles["tile_q"] * (tiles["kv_end"] - tiles["kv_start"]) <= cap
+    counts = np.where(whole, 1, -(-blocks // most))
+    tile, k = _spread(counts)
+    share, rest = blocks // counts, blocks % counts
+    first = k * share[tile] + np.minimum(k, rest[tile])
+    after = first + share[tile] + (k < rest[tile])
+    start = tiles["kv_start"][tile] + first * kv_tile
+    end = np.minimum(tiles["kv_start"][tile] + after * kv_tile, tiles["kv_end"][tile])
+    return counts, tile, start, end
+
+
+def _cut_at_multiples(tiles: dict[str, I64], cut: int) -> tuple[I64, I64, I64, I64]:
+    """Parts that end at multiples of `cut` keys, whatever else is in the batch."""
+    first = tiles["kv_start"] // cut
+    counts = -(-tiles["kv_end"] // cut) - first
+    tile, k = _spread(counts)
+    edge = (first[tile] + k) * cut
+    start = np.maximum(edge, tiles["kv_start"][tile])
+    return counts, tile, start, np.minimum(edge + cut, tiles["kv_end"][tile])
+
+
+def _deal(n: int, num_cores: int) -> tuple[I64, I64]:
+    """Symmetric round-robin of n sorted tasks: task of each place in core order, and its core."""
+    rounds = -(-n // num_cores)
+    place = np.arange(rounds * num_cores).reshape(rounds, num_cores)
+    place[1::2] = place[1::2, ::-1]
+    by_core = place.T
+    exists = by_core < n
+    core = np.broadcast_to(np.arange(num_cores)[:, None], by_core.shape)[exists]
+    return by_core[exists], core
+
+
+def _merges(tiles: dict[str, I64], counts: I64, part: I64, num_kv_heads: int) -> I32:
+    """[M, len(MERGE_FIELDS)] of the tiles with more than one part; part [cut tiles, heads]."""
+    cut = np.flatnonzero(counts > 1)
+    columns = [
+        *(tiles[name][cut] for name in ("seq", "q_row", "num_rows")),
+        np.zeros(len(cut), np.int64),
+        np.zeros(len(cut), np.int64),
+        counts[cut],
+        tiles["row"][cut],
+    ]
+    merges = np.repeat(np.stack(columns, 1), num_kv_heads, axis=0)
+    merges[:, 3] = np.tile(np.arange(num_kv_heads), len(cut))
+    merges[:, 4] = part.ravel()
+    return merges.astype(np.int32)
+
+
+def build(
+    table: TokenTable,
+    *,
+    num_kv_heads: int,
+    group: int,
+    window: int = 0,
+    tile_classes: tuple[int, ...],
+    kv_tile: int,
+    num_cores: int,
+    batch_invariant: bool = False,
+) -> TaskTable:
+    """The attention tasks of one iteration, for one attention kind.
+
+    group            query heads per KV head
+    window           keys a query sees, its own included; 0 = all
+    tile_classes     one or two sizes of query tiles, in packed rows, ascending. A chunk whose rows
+                     fit into the smallest gets it, any other the largest
+    kv_tile          keys a kernel reads at once; parts begin at multiples of it
+    num_cores        what runs tasks side by side
+    batch_invariant  cut keys at multiples of INVARIANT_CUT from position 0 instead of by load, so
+                     that a row's result does not depend on its batch. Where the result of a dot
+                     product depends on the tile size, give one tile class only
+    """
+    assert 1 <= len(tile_classes) <= 2 and list(tile_classes) == sorted(tile_classes), tile_classes
+    assert min(num_kv_heads, group, kv_tile, num_cores) >= 1
+    tiles = _tiles(table, group, window, tile_classes, kv_tile)
+    keys = tiles["kv_end"] - tiles["kv_start"]
+    if batch_invariant:
+        cut = max(INVARIANT_CUT // kv_tile, 1) * kv_tile
+        counts, tile, kv_start, kv_end = _cut_at_multiples(tiles, cut)
+    else:
+        total = int((tiles["tile_q"] * keys).sum()) * num_kv_heads
+        counts, tile, kv_start, kv_end = _cut_evenly(tiles, kv_tile, total / num_cores / CAP_SHARE)
+
+    # Rows of the partial results: by tile, then head, then part.
+    is_cut = counts > 1
+    rows_per_head = np.where(is_cut, tiles["num_rows"] * counts, 0)
+    starts = _starts(rows_per_head * num_kv_heads)
+    heads = np.arange(num_kv_heads)
+    part_of_head = starts[:-1, None] + rows_per_head[:, None] * heads
+    in_tile = np.arange(len(tile)) - _starts(counts)[tile]
+
+    load = tiles["tile_q"][tile] * (kv_end - kv_start)
+    order = np.argsort(-load, kind="stable")
+    n = len(order) * num_kv_heads
+    place, core = _deal(n, num_cores)
+    task, head = order[place // num_kv_heads], place % num_kv_heads
+    owner = tile[task]
+    part = part_of_head[owner, head] + in_tile[task] * tiles["num_rows"][owner]
+    columns = {
+        "head": head,
+        "kv_start": kv_start[task],
+        "kv_end": kv_end[task],
+        "part": np.where(is_cut[owner], part, -1),
+        "load": load[task],
+    }
+    tasks = np.empty((n, len(TASK_FIELDS)), np.int32)
+    for i, name in enumerate(TASK_FIELDS):
+        tasks[:, i] = columns[name] if name in columns else tiles[name][owner]
+    tile_q = tiles["tile_q"][owner]
+    classes = []
+    for size in tile_classes:
+        mine = tile_q == size
+        core_start = _starts(np.bincount(core[mine], minlength=num_cores))
+        classes.append(TaskList(size, tasks[mine], core_start.astype(np.int32)))
+    merges = _merges(tiles, counts, part_of_head[is_cut], num_kv_heads)
+    return TaskTable(tuple(classes), merges, np.array([len(merges), starts[-1]], np.int32))
+
+
+def core_loads(table: TaskTable) -> I64:
+    """[cores] load of each core, all tile classes together."""
+    column = TASK_FIELDS.index("load")
+    return np.sum(
+        [
+            np.diff(_starts(c.tasks[:, column].astype(np.int64))[c.core_start])
+            for c in table.classes
+        ],
+        axis=0,
+    )
+
+
+def balance(table: TaskTable) -> float:
+    """Load of the slowest core over the mean, 1 = perfect; 1 also if there is nothing to do."""
+    loads = core_loads(table)
+    total = int(loads.sum())
+    return float(loads.max()) * len(loads) / total if total else 1.0

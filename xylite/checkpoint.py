@@ -342,6 +342,8 @@ def _gguf_config(
         raise ConfigError(f"{path}: tensor 'token_embd.weight' is missing")
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     heads, size = config.get("num_attention_heads"), config.get("head_dim")
     if type(size) is not int and type(heads) is int and heads > 0:
         width = config.get("hidden_size")

@@ -207,7 +207,9 @@ def _checked(setting: Setting, given: _Given) -> Any:
             value = _read(setting, value)
         if setting.choices and value not in setting.choices:
             raise ValueError(f"expected one of {', '.join(setting.choices)}")
-        converted = msgspec.convert({setting.name: value}, setting.owner)
+        # Items of a list are text on the command line, whatever they are read as.
+        as_text = setting.kind == "list" and not isinstance(given.value, dict)
+        converted = msgspec.convert({setting.name: value}, setting.owner, strict=not as_text)
     except (ValueError, msgspec.ValidationError) as e:
         said = re.sub(r" - at `\$.*", "", str(e)).replace("`", "")
         said = said[:1].lower() + said[1:]

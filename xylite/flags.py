@@ -66,7 +66,9 @@ class Setting:
             return "auto"
         if self.kind == "bool":
             return "on" if self.default else "off"
-        if self.kind in ("list", "dict"):
+        if self.kind == "list":
+            return ",".join(map(str, self.default)) or "none"
+        if self.kind == "dict":
             return json.dumps(self.default) if self.default else "none"
         return str(self.default) or "none"
 

@@ -1,0 +1,1 @@
+"""Load on a running server: data sets, a light client, and the report vLLM's users know."""

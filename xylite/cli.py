@@ -1,0 +1,324 @@
+"""The `xylite` command: serve a model, complete one prompt, measure a server.
+
+Exit codes: 0 done, 1 something failed while running, 2 wrong flags or settings, 130 interrupted.
+Torch, aiohttp and the engine are imported by the command that needs them, so help comes at once.
+"""
+
+import asyncio
+import contextlib
+import difflib
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+import xylite
+from xylite.command_line import Parsed, parse
+from xylite.config import EngineConfig, ServerConfig, about, environment
+from xylite.errors import ConfigError, XyliteError
+from xylite.flags import Command
+
+if TYPE_CHECKING:
+    from xylite.text_engine import TextEngine
+
+log = logging.getLogger("xylite")
+
+STATS_PERIOD_S = 10.0
+# A loop that shares its process with a device thread waits for the GIL up to this long.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class CompleteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one completion; None = the model's own default."""
+
+    prompt: Annotated[
+        str | None, about("The text to go on from; auto reads standard input.", "completion")
+    ] = None
+    chat: Annotated[
+        bool, about("Send the prompt as a user's message, in the chat template.", "completion")
+    ] = False
+    max_tokens: Annotated[int, about("Most tokens to generate.", "completion", ge=1)] = 256
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        about("Randomness; 0 = always the most likely.", "completion"),
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        about("Share of probability to draw from.", "completion"),
+    ] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        about("Most likely tokens to draw from; 0 = all.", "completion"),
+    ] = None
+    stop: Annotated[str | None, about("Text that ends the answer.", "completion")] = None
+
+
+USAGE: Final = """usage: xylite COMMAND [flags]
+
+  serve [MODEL]            serve a model over the OpenAI API
+  complete [MODEL] [TEXT]  complete one prompt in this process, without a server
+  bench serve              send load to a server and report latencies and throughput
+
+`xylite COMMAND --help` shows a command's flags, `xylite --version` the version.
+"""
+
+SERVE: Final = Command(
+    "serve",
+    "Serves MODEL (a directory or .gguf file; none = the demo model) over the OpenAI API.",
+    (EngineConfig, ServerConfig),
+    ("model",),
+)
+COMPLETE: Final = Command(
+    "complete",
+    "Completes one prompt with MODEL in this process and prints the text as it comes.",
+    (CompleteConfig, EngineConfig),
+    ("model", "prompt"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code; usage errors are one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands: Mapping[str, Callable[[Sequence[str]], int]] = {
+        "serve": serve,
+        "complete": complete,
+        "bench serve": bench_serve,
+    }
+    name = words.pop(0) if words else "--help"
+    if name == "bench" and words and not words[0].startswith("-"):
+        name = f"bench {words.pop(0)}"
+    if name in ("--version", "-V"):
+        print(f"xylite {xylite.__version__}")
+        return 0
+    if name in ("--help", "-h", "help", "bench"):
+        print(USAGE, end="")
+        return 0
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+        return _fail("xylite", f"no command {name!r}; {hint}", 2)
+    try:
+        return commands[name](words)
+    except ConfigError as e:
+        return _fail(f"xylite {name}", e.message, 2)
+    except XyliteError as e:
+        return _fail(f"xylite {name}", e.message, 1)
+    except BrokenPipeError:
+        # Whoever read our output has gone; without this, Python complains once more at exit.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(program: str, message: str, code: int) -> int:
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return code
+
+
+def _parsed(command: Command, words: Sequence[str], env: Mapping[str, str]) -> Parsed | None:
+    """The command's settings; None after help was printed."""
+    parsed = parse(command, words, env)
+    if parsed.help is None:
+        return parsed
+    print(parsed.help, end="")
+    return None
+
+
+def _set_up_logging(level: str, *, access_log: bool = True) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    logging.getLogger("aiohttp.access").disabled = not access_log
+    logging.captureWarnings(True)
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    """Runs `work` on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+# serve
+
+
+def serve(words: Sequence[str]) -> int:
+    """`xylite serve`: load the model, listen, log what goes on, drain at SIGTERM."""
+    parsed = _parsed(SERVE, words, environment())
+    if parsed is None:
+        return 0
+    engine_config, server_config = parsed.structs
+    _set_up_logging(server_config.log_level, access_log=not server_config.disable_access_log)
+    for warning in parsed.warnings:
+        log.warning("%s", warning)
+    # For this process only: as a library, xylite leaves its host's interpreter as it is.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return _run(_serve(engine_config, server_config))
+
+
+async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+    from xylite.http import server
+    from xylite.text_engine import TextEngine
+
+    async with TextEngine(engine_config) as engine:
+        log.info("%s", summary(engine, url(config)))
+        if is_exposed(config):
+            log.warning(
+                "listening on %s without --api-key: whoever reaches this port can use the model",
+                config.host,
+            )
+        stats = None
+        if not config.disable_log_stats:
+            stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))
+        try:
+            await server.serve(engine, config)
+        finally:
+            if stats is not None:
+                stats.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await stats
+    return 0
+
+
+def url(config: ServerConfig) -> str:
+    """Where the server answers, as a client writes it."""
+    if config.uds:
+        return f"unix:{config.uds}"
+    scheme = "https" if config.ssl_certfile else "http"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{config.port}"
+
+
+def is_exposed(config: ServerConfig) -> bool:
+    """True if others than this machine can reach the server and no key is asked for."""
+    if config.api_key or config.uds or config.host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(config.host).is_loopback
+    except ValueError:
+        return True
+
+
+def summary(engine: "TextEngine", address: str) -> str:
+    """What runs and where, for the start of the log."""
+    config, now = engine.config, engine.snapshot()
+    tokens = now["num_blocks"] * now["block_size"]
+    rows = {
+        "model": f"{engine.model_names[0]} ({config.model})",
+        "dtype": config.dtype,
+        "device": config.device,
+        "context": f"{config.max_model_len} tokens, at most {config.max_num_seqs} sequences",
+        "KV": f"{now['num_blocks']} blocks of {now['block_size']} = {tokens} tokens",
+        "URL": address,
+    }
+    lines = "".join(f"\n  {name:<8} {text}" for name, text in rows.items())
+    return f"xylite {xylite.__version__} is ready{lines}\n  try      {example(engine, address)}"
+
+
+def example(engine: "TextEngine", address: str) -> str:
+    """A curl command that asks the served model something."""
+    body = (
+        f'{{"model":"{engine.model_names[0]}","messages":[{{"role":"user","content":"Hello!"}}]}}'
+    )
+    where = f"{address}/v1/chat/completions"
+    if address.startswith("unix:"):
+        where = f"--unix-socket {address[5:]} http://localhost/v1/chat/completions"
+    return f"curl {where} -H 'Content-Type: application/json' -d '{body}'"
+
+
+async def _log_stats(engine: "TextEngine", period_s: float) -> None:
+    before = engine.snapshot()
+    while True:
+        await asyncio.sleep(period_s)
+        now = engine.snapshot()
+        line = stats_line(before, now, period_s)
+        if line is not None:
+            log.info("%s", line)
+        before = now
+
+
+def stats_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:
+    """Throughput between two snapshots of the engine; None if nothing happened."""
+    prompt = now["prompt_tokens"] - before["prompt_tokens"]
+    generated = now["generation_tokens"] - before["generation_tokens"]
+    if not (prompt or generated or now["num_running"] or now["num_waiting"]):
+        return None
+    queries = now["prefix_queries"] - before["prefix_queries"]
+    hits = now["prefix_hits"] - before["prefix_hits"]
+    rate = f"{hits / queries:.1%}" if queries else "-"
+    return (
+        f"prompt {prompt / seconds:.1f} tok/s, generation {generated / seconds:.1f} tok/s, "
+        f"running {now['num_running']}, waiting {now['num_waiting']}, "
+        f"KV use {now['kv_usage']:.1%}, prefix hits {rate}"
+    )
+
+
+# complete
+
+
+def complete(words: Sequence[str]) -> int:
+    """`xylite complete`: one prompt, in process, text on stdout as it comes."""
+    parsed = _parsed(COMPLETE, words, environment())
+    if parsed is None:
+        return 0
+    config, engine_config = parsed.structs
+    if config.prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError("a prompt is needed: xylite complete MODEL TEXT, or -p TEXT")
+        config = msgspec.structs.replace(config, prompt=sys.stdin.read())
+    _set_up_logging("warning")
+    return _run(_complete(engine_config, config))
+
+
+async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
+    from xylite.runtime.request import SamplingParams
+    from xylite.text_engine import TextEngine
+
+    assert config.prompt is not None
+    asked = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    given = {name: value for name, value in asked.items() if value is not None}
+    async with TextEngine(engine_config) as engine:
+        params = SamplingParams(
+            **{
+                **engine.sampling_defaults,
+                **given,
+                "max_tokens": config.max_tokens,
+                "stop": () if config.stop is None else (config.stop,),
+            }
+        )
+        prompt: str | list[int] = config.prompt
+        if config.chat:
+            prompt = await engine.render([{"role": "user", "content": config.prompt}])
+        async for event in engine.generate(prompt, params):
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            if event.error is not None:
+                raise event.error
+    sys.stdout.write("\n")
+    return 0
+
+
+# bench
+
+
+def bench_serve(words: Sequence[str]) -> int:
+    """`xylite bench serve`: load on a running server, a table and optionally JSON."""
+    from xylite.bench.serve import BENCH_SERVE, run
+
+    env = {k: v for k, v in environment().items() if k in ("api_key", "host", "port")}
+    parsed = _parsed(BENCH_SERVE, words, env)
+    if parsed is None:
+        return 0
+    (config,) = parsed.structs
+    return _run(run(config))

@@ -1,0 +1,5 @@
+"""The OpenAI-compatible HTTP interface of one engine."""
+
+from xylite.http.server import make_app, serve
+
+__all__ = ["make_app", "serve"]

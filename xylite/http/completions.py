@@ -1,0 +1,277 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+from xylite.errors import RequestError
+from xylite.http.body import read_json
+from xylite.http.generate import Answer, Prompt, Usage, answer_with, submit
+from xylite.http.logprobs import CompletionLogprobs, prompt_entries
+from xylite.http.params import (
+    banned_tokens,
+    check_num_sequences,
+    check_streaming,
+    checked_priority,
+    checked_salt,
+    sampling_params,
+    truncated,
+)
+from xylite.http.protocol import (
+    CompletionRequest,
+    StreamOptions,
+    check_response_format,
+    unsupported,
+    whole,
+)
+from xylite.http.service import SERVICE, Service
+from xylite.http.stream import Batch, Pending, TimeLimits
+from xylite.runtime.request import SamplingParams
+from xylite.text_engine import TextEngine, TextEvent, TextLogprob, TextStream
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, for this endpoint
+
+_encode = msgspec.json.Encoder().encode
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Continue each of the prompts."""
+    service = request.app[SERVICE]
+    limits = TimeLimits.of(request)
+    asked = await read_json(request, CompletionRequest)
+    service.require_ready()
+    answer = Answer.new("cmpl", service.model_name(asked.model))
+    options = check_streaming(asked)
+    prompts = prompts_of(asked.prompt)
+    async with limits.preparing():
+        params = await _params(service, asked)
+        check_num_sequences(len(prompts), params.n)
+        prompts = [await truncated(service, asked, prompt) for prompt in prompts]
+        streams = await submit(
+            service,
+            prompts,
+            params,
+            answer=answer,
+            priority=checked_priority(asked),
+            cache_salt=checked_salt(asked.cache_salt),
+            add_special_tokens=asked.add_special_tokens is not False,
+        )
+    form = CompletionForm(service.engine, asked, options, answer, streams, prompts, params)
+    return await answer_with(
+        request, form, streams, n=params.n, streamed=bool(asked.stream), limits=limits
+    )
+
+
+def prompts_of(prompt: Any) -> list[Prompt]:
+    """The prompts in a str, [str, ...], [id, ...] or [[id, ...], ...]; RequestError otherwise."""
+    if isinstance(prompt, str):
+        return [Prompt(prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        got = "an empty list" if prompt == [] else "nothing" if prompt is None else "something else"
+        raise RequestError(
+            f"prompt must be a string, token ids, or a list of these; got {got}", param="prompt"
+        )
+    items = cast(list[Any], prompt)
+    if type(items[0]) is int:
+        return [Prompt(_token_ids("prompt", items))]
+    if len(items) > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt has {len(items)} prompts, the limit is {MAX_PROMPTS}", param="prompt"
+        )
+    prompts: list[Prompt] = []
+    for i, item in enumerate(items):
+        name = f"prompt[{i}]" if len(items) > 1 else "prompt"
+        if isinstance(item, str) and isinstance(items[0], str):
+            prompts.append(Prompt(item, name))
+        elif isinstance(item, list) and isinstance(items[0], list):
+            prompts.append(Prompt(_token_ids(name, cast(list[Any], item)), name))
+        else:
+            raise RequestError(
+                f"prompt[{i}] must be a string or a list of token ids, like the others",
+                param=f"prompt[{i}]",
+            )
+    return prompts
+
+
+def _token_ids(name: str, ids: list[Any]) -> list[int]:
+    """ids if all are integers; bool is an int to Python, not to us."""
+    for i, token in enumerate(ids):
+        if type(token) is not int:
+            raise RequestError(
+                f"{name}[{i}] must be a token id, got {str(token)[:40]!r}", param=f"{name}[{i}]"
+            )
+    return ids
+
+
+async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:
+    check_response_format(asked.response_format)
+    if asked.suffix:
+        raise unsupported("suffix")
+    defaults = service.engine.sampling_defaults
+    max_tokens = whole("max_tokens", asked.max_tokens)
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
+    elif max_tokens < (0 if asked.echo else 1):
+        # 0 with echo is how evaluation harnesses score a text.
+        raise RequestError(
+            f"max_tokens must be at least 1 (0 with echo), got {max_tokens}", param="max_tokens"
+        )
+    logprobs = whole("logprobs", asked.logprobs)
+    return sampling_params(
+        asked,
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if asked.echo else None,
+        banned_token_ids=await banned_tokens(service.engine, asked.bad_words),
+    )
+
+
+class CompletionForm:
+    """Events as text_completion objects; choice = prompt * n + sequence."""
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        asked: CompletionRequest,
+        options: StreamOptions,
+        answer: Answer,
+        streams: Sequence[TextStream],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+    ):
+        self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
+        self._engine = engine
+        self._answer = answer
+        self._streams = streams
+        self._prompts = prompts
+        self._n = params.n
+        self._echo = bool(asked.echo)
+        self._logprobs = params.logprobs is not None
+        self._prompt_logprobs = asked.prompt_logprobs is not None
+        self._token_ids = bool(asked.return_token_ids)
+        self._as_ids = bool(asked.return_tokens_as_token_ids)
+        self._include_usage = bool(options.include_usage)
+        self._continuous = self._include_usage and bool(options.continuous_usage_stats)
+        self._pieces: dict[int, CompletionLogprobs] = {}
+        self._held: dict[int, Pending] = {}
+        self._scored: dict[int, tuple[TextLogprob | None, ...]] = {}
+        self._head = (
+            b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":['
+            % (_encode(answer.id), answer.created, _encode(answer.model))
+        )
+
+    def chunks(self, batch: Batch) -> bytes:
+        """One chunk for each event that says something."""
+        parts: list[bytes] = []
+        for prompt, event in batch:
+            if event.prompt_logprobs is not None:
+                self._scored[prompt] = event.prompt_logprobs
+        for prompt, event in batch:
+            self.usage.count(prompt, event)
+            self._hold(prompt, event)
+        for choice in list(self._held):
+            prompt = choice // self._n
+            event = self._held[choice].merged()
+            if self._waits(prompt, choice) or not self._says(choice, event):
+                continue
+            del self._held[choice]
+            parts.append(self._chunk(prompt, choice, event))
+        return b"".join(parts)
+
+    def _hold(self, prompt: int, event: TextEvent) -> None:
+        choice = prompt * self._n + event.index
+        if choice in self._held:
+            self._held[choice].add(event)
+        else:
+            self._held[choice] = Pending(event)
+
+    def _waits(self, prompt: int, choice: int) -> bool:
+        """Whether a choice must begin with scores of its prompt that have not come yet."""
+        return (
+            self._echo
+            and self._logprobs
+            and choice not in self._pieces
+            and prompt not in self._scored
+        )
+
+    def _says(self, choice: int, event: TextEvent) -> bool:
+        """Whether a chunk would hold text, an echo or an end; tokens wait for their text."""
+        is_first = choice not in self._pieces
+        return bool(event.text) or event.finish_reason is not None or (self._echo and is_first)
+
+    def _chunk(self, prompt: int, choice: int, event: TextEvent) -> bytes:
+        shown = self._shown(prompt, choice, event)
+        usage = b""
+        if self._include_usage:
+            usage = _encode(self.usage.as_object()) if self._continuous else b"null"
+            usage = b',"usage":' + usage
+        return self._head + _encode(shown) + b"]" + usage + b"}\n\n"
+
+    def _shown(self, prompt: int, choice: int, event: TextEvent) -> dict[str, Any]:
+        """A choice object with what is new; the first time with the echo before it."""
+        pieces = self._pieces.get(choice)
+        is_first = pieces is None
+        if pieces is None:
+            pieces = self._pieces[choice] = CompletionLogprobs(self._as_ids)
+        text = event.text
+        logprobs: dict[str, list[Any]] | None = None
+        if is_first and self._echo:
+            text = self._prompt_text(prompt) + text
+            if self._logprobs:
+                logprobs = pieces.entries(self._scored.get(prompt, ()), self._first_token(prompt))
+        if event.logprobs is not None:
+            more = pieces.entries(event.logprobs)
+            logprobs = more if logprobs is None else {k: v + more[k] for k, v in logprobs.items()}
+        shown: dict[str, Any] = {
+            "index": choice,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": event.finish_reason,
+            "stop_reason": event.stop_reason,
+        }
+        if self._token_ids:
+            shown["token_ids"] = event.token_ids
+            if is_first:
+                shown["prompt_token_ids"] = self._streams[prompt].prompt_token_ids
+        return shown
+
+    def _prompt_text(self, prompt: int) -> str:
+        content = self._prompts[prompt].content
+        return content if isinstance(content, str) else self._engine.decode(content)
+
+    def _first_token(self, prompt: int) -> str:
+        token = self._streams[prompt].prompt_token_ids[0]
+        return f"token_id:{token}" if self._as_ids else self._engine.token_text(token)
+
+    def end(self) -> bytes:
+        """The usage chunk, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return self._head + b'],"usage":' + _encode(self.usage.as_object()) + b"}\n\n"
+
+    def whole(self, batch: Batch) -> dict[str, Any]:
+        """The text_completion object."""
+        for prompt, event in batch:
+            self.usage.count(prompt, event)
+            if event.prompt_logprobs is not None:
+                self._scored[prompt] = event.prompt_logprobs
+        choices: list[dict[str, Any]] = []
+        for prompt, event in sorted(batch, key=lambda item: (item[0], item[1].index)):
+            shown = self._shown(prompt, prompt * self._n + event.index, event)
+            if self._prompt_logprobs:
+                shown["prompt_logprobs"] = prompt_entries(self._scored.get(prompt, ()))
+            choices.append(shown)
+        return {
+            "id": self._answer.id,
+            "object": "text_completion",
+            "created": self._answer.created,
+            "model": self._answer.model,
+            "choices": choices,
+            "usage": self.usage.as_object(),
+            "service_tier": None,
+            "system_fingerprint": None,
+        }

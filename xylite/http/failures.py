@@ -1,0 +1,144 @@
+"""Errors on the wire, in OpenAI's form, and the one place where exceptions become answers."""
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from xylite.errors import (
+    EngineError,
+    Forbidden,
+    Overloaded,
+    RequestError,
+    Unauthorized,
+    XyliteError,
+)
+from xylite.http.service import REQUEST_ID, SERVICE
+from xylite.http.stream import EVENT_STREAM, ClientGone
+
+MAX_MESSAGE = 1000
+CLIENT_CLOSED = 499  # nginx's number for "the client went away"; in metrics and logs only
+
+_log = logging.getLogger("xylite.http")
+
+
+class HttpError(RequestError):
+    """A request that fails by the rules of HTTP itself: method, media type, time to send."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None):
+        super().__init__(message, code=code, param=param)
+        self.status = status
+        if status == 404:
+            self.type = "not_found_error"
+
+
+def error_object(error: XyliteError) -> dict[str, Any]:
+    """The error as clients of OpenAI know it: always these four keys, always short."""
+    message = error.message
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "..."
+    param = error.param[:200] if error.param else None
+    return {"error": {"message": message, "type": error.type, "param": param, "code": error.code}}
+
+
+def error_response(error: XyliteError) -> web.Response:
+    """The HTTP answer to a request that failed before its first byte was sent."""
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        wait_s = min(max(error.retry_after_s, 0.001), 60.0)
+        headers["Retry-After"] = str(math.ceil(wait_s))
+        headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
+        headers["x-should-retry"] = "true"
+    elif error.status == 500:
+        # The same request would fail again; openai-python repeats every 5xx unless told.
+        headers["x-should-retry"] = "false"
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    response = web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error_object(error)),
+        content_type="application/json",
+        headers=headers,
+    )
+    if error.status in (408, 413):
+        # The rest of the body is still coming and will not be read.
+        response.force_close()
+    return response
+
+
+def _of_http(e: web.HTTPException, request: web.Request) -> XyliteError:
+    """aiohttp's own refusals, in our words."""
+    match e.status:
+        case 404:
+            return HttpError(404, "There is nothing at this path", code="not_found")
+        case 405:
+            return HttpError(405, "This path does not take this method", code="method_not_allowed")
+        case 413:
+            return HttpError(413, "The request is too large", code="request_too_large")
+        case 403:
+            return Forbidden("This is not allowed")
+        case status if status < 500:
+            return HttpError(status, e.reason, code="bad_request")
+        case _:
+            return EngineError(f"internal error (request {request[REQUEST_ID]})")
+
+
+async def _answer(request: web.Request, error: XyliteError) -> web.StreamResponse:
+    """The error as a status, or as the last event of a stream that has begun."""
+    stream = request.get(EVENT_STREAM)
+    if stream is not None and stream.started:
+        await stream.fail(error_object(error))
+        return stream.response
+    return error_response(error)
+
+
+@web.middleware
+async def failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every exception into an answer and count the request."""
+    service = request.app[SERVICE]
+    started = asyncio.get_running_loop().time()
+    status = CLIENT_CLOSED
+    try:
+        response = await _answered(request, handler)
+        status = response.status
+        return response
+    except ClientGone:
+        # Nobody is there to read this; aiohttp needs something to give up on.
+        if request.transport is not None:
+            request.transport.abort()
+        stream = request.get(EVENT_STREAM)
+        started_stream = stream is not None and stream.started
+        return stream.response if stream and started_stream else web.Response(status=status)
+    finally:
+        seconds = asyncio.get_running_loop().time() - started
+        resource = request.match_info.route.resource
+        service.metrics.count_http(
+            request.method, resource.canonical if resource else None, status, seconds
+        )
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except XyliteError as error:
+        if error.status >= 500 and not isinstance(error, Overloaded):
+            _log.error("request %s failed: %s", request[REQUEST_ID], error.message)
+        return await _answer(request, error)
+    except web.HTTPException as e:
+        if e.status < 400:
+            raise
+        response = await _answer(request, _of_http(e, request))
+        if "Allow" in e.headers:
+            response.headers["Allow"] = e.headers["Allow"]
+        return response
+    except ClientGone:
+        raise
+    except Exception:  # noqa: BLE001
+        # One of the two edges where anything may arrive: details to the log, none to the client.
+        _log.exception("request %s failed", request[REQUEST_ID])
+        error = EngineError(f"internal error (request {request[REQUEST_ID]})")
+        return await _answer(request, error)

@@ -1,0 +1,207 @@
+"""The application, and a server around it that starts, drains and stops as orchestrators expect."""
+
+import asyncio
+import logging
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from xylite.config import ServerConfig
+from xylite.errors import ConfigError
+from xylite.http import chat, completions, models
+from xylite.http.access import OPEN_HANDLERS, add_headers, guard, identify, is_loopback
+from xylite.http.failures import failures
+from xylite.http.metrics import Metrics
+from xylite.http.service import SERVICE, Service
+from xylite.text_engine import TextEngine
+
+# After the engine is done: time for the last bytes to leave.
+FLUSH_S = 5.0
+ENGINE_LOOK_S = 0.5
+
+_log = logging.getLogger("xylite.http")
+
+
+def make_app(
+    engine: TextEngine,
+    config: ServerConfig = ServerConfig(),  # noqa: B008 (frozen)
+    *,
+    body_timeout_s: float = 30.0,
+    write_stall_s: float = 60.0,
+) -> web.Application:
+    """An aiohttp application that serves `engine`, alone or below a prefix of another one:
+
+        async with TextEngine(EngineConfig(model=...)) as engine:
+            app.add_subapp("/llm", make_app(engine))
+
+    It neither starts nor stops the engine, and answers 503 while it loads. Several may live in one
+    process. Run it with `handler_cancellation=True` so that a client that leaves is noticed at
+    once (otherwise within a second or so).
+
+    body_timeout_s  how long a request body may stand still
+    write_stall_s   how long a client may not read before its stream is closed
+    """
+    app = web.Application(
+        middlewares=[identify, failures, guard], client_max_size=config.max_request_bytes
+    )
+    metrics = Metrics(engine)
+    app[SERVICE] = Service(
+        engine=engine,
+        config=config,
+        metrics=metrics,
+        body_timeout_s=body_timeout_s,
+        write_stall_s=write_stall_s,
+    )
+    app[OPEN_HANDLERS] = frozenset({models.health, models.ready, models.metrics})
+    app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(_observing)
+    app.add_routes(
+        [
+            web.get("/", models.root),
+            web.get("/health", models.health),
+            web.get("/ready", models.ready),
+            web.get("/version", models.show_version),
+            web.get("/metrics", models.metrics),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{id:.+}", models.retrieve_model),
+            web.post("/v1/chat/completions", chat.chat_completions),
+            web.post("/v1/completions", completions.completions),
+            web.post("/tokenize", models.tokenize),
+            web.post("/detokenize", models.detokenize),
+        ]
+    )
+    return app
+
+
+async def _observing(app: web.Application) -> AsyncIterator[None]:
+    """Let the engine tell about its requests while the application runs."""
+    service = app[SERVICE]
+    service.engine.observers.append(service.metrics)
+    yield
+    service.engine.observers.remove(service.metrics)
+
+
+async def serve(
+    engine: TextEngine,
+    config: ServerConfig,
+    ready: Callable[[str], None] = lambda url: None,
+) -> int:
+    """Serve until a signal comes or the engine dies; the exit code of the process.
+
+    SIGTERM or SIGINT: new requests get 503, running ones may end within shutdown_timeout, what is
+    left is stopped with an error; returns 0. A second signal stops at once; returns 128 + its
+    number. Returns 1 if the engine died: every stream got an error, a supervisor may restart us.
+
+    ready   called with the URL once connections are accepted
+    """
+    if config.uds is None and not is_loopback(config.host) and not config.api_key:
+        _log.warning(
+            "%s is not a loopback address and no API key is set: anyone who can reach it "
+            "can use this server",
+            config.host,
+        )
+    runner = web.AppRunner(
+        make_app(engine, config),
+        handler_cancellation=True,
+        access_log=None if config.disable_access_log else logging.getLogger("xylite.access"),
+        shutdown_timeout=FLUSH_S,
+        keepalive_timeout=75.0,
+    )
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    await runner.setup()
+    caught = _catch_signals(signals)
+    try:
+        ready(await _listen(runner, config))
+        return await _until_stopped(engine, config, signals)
+    finally:
+        for number in caught:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        await runner.cleanup()
+
+
+def _catch_signals(signals: asyncio.Queue[int]) -> list[signal.Signals]:
+    """Send SIGTERM and SIGINT to the queue, where the platform and the thread allow it."""
+    loop = asyncio.get_running_loop()
+    caught: list[signal.Signals] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            loop.add_signal_handler(number, signals.put_nowait, int(number))
+        except (NotImplementedError, RuntimeError, ValueError):
+            continue
+        caught.append(number)
+    return caught
+
+
+async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
+    """Start to accept connections; the URL. ConfigError if the address cannot be used."""
+    tls = _tls(config)
+    try:
+        if config.uds is not None:
+            await web.UnixSite(runner, config.uds, ssl_context=tls).start()
+            return f"unix://{config.uds}"
+        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
+    except OSError as e:
+        where = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from None
+    port = runner.addresses[0][1]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{'http' if tls is None else 'https'}://{host}:{port}"
+
+
+def _tls(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(f"ssl_certfile {config.ssl_certfile}: {e}") from None
+    return context
+
+
+async def _engine_death(engine: TextEngine) -> None:
+    while engine.state != "dead":
+        await asyncio.sleep(ENGINE_LOOK_S)
+
+
+async def _first(*work: asyncio.Task[object]) -> asyncio.Task[object]:
+    """The task that ends first; the others go on."""
+    done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+    return next(task for task in work if task in done)
+
+
+async def _until_stopped(
+    engine: TextEngine, config: ServerConfig, signals: asyncio.Queue[int]
+) -> int:
+    loop = asyncio.get_running_loop()
+    death: asyncio.Task[object] = loop.create_task(_engine_death(engine))
+    stop: asyncio.Task[object] = loop.create_task(signals.get())
+    drain: asyncio.Task[object] | None = None
+    try:
+        if await _first(death, stop) is death:
+            _log.critical("the engine died; the server stops")
+            return 1
+        _log.info("stopping: running requests may take %g s", config.shutdown_timeout)
+        drain = loop.create_task(engine.drain(config.shutdown_timeout))
+        again: asyncio.Task[object] = loop.create_task(signals.get())
+        stop = again
+        match await _first(death, again, drain):
+            case task if task is death:
+                return 1
+            case task if task is again:
+                _log.warning("stopping now")
+                drain.cancel()
+                await asyncio.gather(drain, return_exceptions=True)
+                await engine.drain(0)
+                return 128 + int(str(again.result()))
+            case _:
+                drain.result()
+                return 0
+    finally:
+        for task in (death, stop, drain):
+            if task is not None:
+                task.cancel()

@@ -1,0 +1,93 @@
+"""What one HTTP application knows: its engine, settings, counters and limits."""
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from xylite.config import ServerConfig
+from xylite.errors import EngineError, ModelNotFound, Overloaded
+from xylite.http.metrics import Metrics
+from xylite.text_engine import TextEngine
+
+MAX_NOTED_FIELDS = 256
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Service:
+    """State of one application.
+
+    key_digests    sha256 of each accepted API key; empty = no key is asked for
+    body_timeout_s how long a request body may stand still before 408
+    write_stall_s  how long a client may not read before its stream is closed
+    noted_fields   request fields already mentioned in the log, at most MAX_NOTED_FIELDS
+    """
+
+    engine: TextEngine
+    config: ServerConfig
+    metrics: Metrics
+    body_timeout_s: float
+    write_stall_s: float
+    key_digests: tuple[bytes, ...] = ()
+    noted_fields: set[str] = field(default_factory=set[str])
+    _background: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    def __post_init__(self) -> None:
+        self.key_digests = tuple(
+            hashlib.sha256(key.encode()).digest() for key in self.config.api_key if key
+        )
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with: the one asked for, or the main one; ModelNotFound otherwise."""
+        names = self.engine.model_names
+        if not asked:
+            return names[0]
+        if asked in names:
+            return asked
+        raise ModelNotFound(f"The model {asked[:100]!r} does not exist", param="model")
+
+    def require_ready(self) -> None:
+        """Overloaded or EngineError (503) unless new work can be taken."""
+        state = self.engine.state
+        if state == "ready":
+            return
+        if state == "dead":
+            raise engine_dead()
+        if state == "draining":
+            raise Overloaded(
+                "the server is shutting down", code="draining", retry_after_s=self.drain_s
+            )
+        raise Overloaded("the model is still loading", code="loading", retry_after_s=5)
+
+    @property
+    def drain_s(self) -> float:
+        """When another server may have taken over from this one, at the latest."""
+        return max(1.0, self.config.shutdown_timeout)
+
+    def note_field(self, name: str) -> bool:
+        """True the first time a field name is seen (and while there is room to remember it)."""
+        if name in self.noted_fields or len(self.noted_fields) >= MAX_NOTED_FIELDS:
+            return False
+        self.noted_fields.add(name)
+        return True
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; it runs to its end even if the caller is cancelled meanwhile."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        await asyncio.shield(task)
+
+
+def engine_dead() -> EngineError:
+    """The error of every request once the engine has failed for good."""
+    error = EngineError("the engine has stopped working; the server restarts", code="engine_dead")
+    error.status = 503
+    return error
+
+
+SERVICE = web.AppKey("xylite_service", Service)
+REQUEST_ID = web.RequestKey("xylite_request_id", str)

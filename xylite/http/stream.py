@@ -1,0 +1,323 @@
+"""From engine events to the wire: merging, time limits, server-sent events.
+
+`Delivery` gathers the events of one HTTP request, merging what nobody has taken yet, so that a slow
+client costs the size of its text and not of its events. `EventStream` writes them.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from xylite.errors import DeadlineExceeded, EngineError, Overloaded, RequestError, XyliteError
+from xylite.http.service import SERVICE, Service, engine_dead
+from xylite.text_engine import TextEvent, TextLogprob, TextStream
+
+# How often a waiting request looks whether its client and its engine are still there.
+TICK_S = 1.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+Batch = list[tuple[int, TextEvent]]
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or stopped reading for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Loop times by which a request must have its first token and be over; None = no limit."""
+
+    first_token: float | None
+    end: float | None
+
+    @staticmethod
+    def of(request: web.Request) -> "TimeLimits":
+        """From the server's settings and the X-Request-Timeout-Ms header, counted from now."""
+        config = request.app[SERVICE].config
+        now = asyncio.get_running_loop().time()
+        limits = [config.request_timeout] if config.request_timeout else []
+        given = request.headers.get("X-Request-Timeout-Ms")
+        if given is not None:
+            if not (given.isascii() and given.isdigit() and 0 < len(given) <= 12 and int(given)):
+                raise RequestError(
+                    f"X-Request-Timeout-Ms must be a positive integer, got {given[:40]!r}",
+                    param="X-Request-Timeout-Ms",
+                )
+            limits.append(int(given) / 1000)
+        return TimeLimits(
+            first_token=now + config.max_queue_wait if config.max_queue_wait else None,
+            end=now + min(limits) if limits else None,
+        )
+
+    def next(self, started: bool) -> float | None:
+        """The limit that comes first."""
+        if started or self.first_token is None:
+            return self.end
+        return self.first_token if self.end is None else min(self.first_token, self.end)
+
+    def check(self, started: bool, now: float) -> None:
+        """DeadlineExceeded if a limit has passed."""
+        if self.end is not None and now >= self.end:
+            raise DeadlineExceeded("the request did not end within its time limit")
+        if not started and self.first_token is not None and now >= self.first_token:
+            raise DeadlineExceeded("the request waited longer than max_queue_wait for a token")
+
+    @asynccontextmanager
+    async def preparing(self) -> AsyncGenerator[None]:
+        """Hold what comes before the engine to the same limits."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(self.next(started=False)):
+                yield
+        except TimeoutError:
+            self.check(False, loop.time() + 0.001)
+            raise
+
+
+class Pending:
+    """Events of one sequence that nobody has taken yet, as one."""
+
+    __slots__ = ("_first", "_ids", "_last", "_logprobs", "_prompt_logprobs", "_texts")
+
+    def __init__(self, first: TextEvent):
+        self._first = self._last = first
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TextLogprob] | None = None
+        self._prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
+        self._append(first)
+
+    def add(self, event: TextEvent) -> None:
+        """Append an event; it comes after all added before."""
+        self._last = event
+        self._append(event)
+
+    def _append(self, event: TextEvent) -> None:
+        if event.text:
+            self._texts.append(event.text)
+        self._ids.extend(event.token_ids)
+        if event.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs.extend(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
+
+    def merged(self) -> TextEvent:
+        """All of it as one event."""
+        last = self._last
+        if last is self._first:
+            return last
+        return TextEvent(
+            index=last.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._ids),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            num_cached=last.num_cached,
+            num_output=last.num_output,
+        )
+
+
+class Delivery:
+    """The events of one HTTP request: `len(streams)` prompts with n sequences each.
+
+    whole   hand out nothing before everything has come
+    tick_s  longest silence before an empty batch
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        streams: Sequence[TextStream],
+        n: int,
+        *,
+        limits: TimeLimits,
+        whole: bool,
+        tick_s: float = TICK_S,
+    ):
+        self._request = request
+        self._service = request.app[SERVICE]
+        self._loop = asyncio.get_running_loop()
+        self._streams = streams
+        self._n = n
+        self._limits = limits
+        self._whole = whole
+        self._tick_s = tick_s
+        self._num_open = len(streams) * n
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._started = False
+        self._failure: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._pumps = [self._loop.create_task(self._pump(i, s)) for i, s in enumerate(streams)]
+        for pump in self._pumps:
+            pump.add_done_callback(self._pump_ended)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sequence has ended and every event was taken."""
+        return not self._num_open and not self._pending
+
+    async def batches(self) -> AsyncIterator[Batch]:
+        """(prompt, event) of all that came since the last batch; [] after a while of silence.
+
+        At most one event per sequence and batch. Ends when every sequence has ended. Raises what
+        the engine reports, after the text that came before it; DeadlineExceeded; ClientGone.
+        """
+        while not self.is_over:
+            if not self._is_ready() and self._failure is None:
+                await self._wait()
+            batch: Batch = []
+            if self._is_ready():
+                pending, self._pending = self._pending, {}
+                batch = [(prompt, p.merged()) for (prompt, _), p in pending.items()]
+            elif self._failure is not None:
+                raise self._failure
+            else:
+                self._check()
+            yield batch
+
+    async def aclose(self) -> None:
+        """Stop what still runs."""
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _pump(self, prompt: int, stream: TextStream) -> None:
+        num_open = self._n
+        async for event in stream:
+            self._started = True
+            if event.error is not None:
+                raise event.error
+            if event.finish_reason in ("error", "abort"):
+                raise self._stopped_by_engine()
+            pending = self._pending.get((prompt, event.index))
+            if pending is None:
+                self._pending[prompt, event.index] = Pending(event)
+            else:
+                pending.add(event)
+            if event.finish_reason is not None:
+                num_open -= 1
+                self._num_open -= 1
+            if self._is_ready():
+                self._wake()
+        if num_open:
+            raise EngineError(f"the engine gave no end to {num_open} of {self._n} sequences")
+
+    def _stopped_by_engine(self) -> XyliteError:
+        """Why a sequence ended that neither its client nor the model ended."""
+        state = self._service.engine.state
+        if state == "dead":
+            return engine_dead()
+        if state == "draining":
+            return Overloaded("the server is shutting down", code="draining")
+        return EngineError("the engine stopped this request", code="aborted")
+
+    def _pump_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or failure
+            self._wake()
+
+    def _is_ready(self) -> bool:
+        return bool(self._pending) and not (self._whole and self._num_open)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        limit = self._limits.next(self._started)
+        until = self._loop.time() + self._tick_s
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_at(until if limit is None else min(until, limit), self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _check(self) -> None:
+        """Raise if there is a reason not to wait any longer.
+
+        A runner without handler_cancellation (an application of someone else's) does not tell us
+        that a client has left, hence the look at the transport.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        if self._service.engine.state == "dead":
+            raise engine_dead()
+        # Timers of uvloop count in milliseconds and may fire that much early.
+        self._limits.check(self._started, self._loop.time() + 0.001)
+
+
+class EventStream:
+    """A server-sent-events answer. Nothing is sent, the status neither, before the first `send`."""
+
+    def __init__(self, request: web.Request):
+        self._request = request
+        self._service = request.app[SERVICE]
+        self._loop = asyncio.get_running_loop()
+        self._last_send = self._loop.time()
+        self.started = False
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since something was sent."""
+        return self._loop.time() - self._last_send
+
+    async def send(self, data: bytes) -> None:
+        """Write, waiting while the client does not read; ClientGone if it never does."""
+        if not data:
+            return
+        try:
+            async with asyncio.timeout(self._service.write_stall_s):
+                if not self.started:
+                    self.started = True
+                    await self.response.prepare(self._request)
+                await self.response.write(data)
+        except ConnectionError:
+            raise ClientGone from None
+        except TimeoutError:
+            self._service.metrics.num_slow_clients += 1
+            raise ClientGone from None
+        self._last_send = self._loop.time()
+
+    async def fail(self, error: dict[str, Any]) -> None:
+        """Tell the client that the answer is not whole, and end."""
+        try:
+            await self.send(b"data: " + msgspec.json.encode(error) + b"\n\n" + DONE)
+        except ClientGone:
+            return
+
+
+EVENT_STREAM = web.RequestKey("xylite_event_stream", EventStream)
+
+
+async def close_all(streams: Sequence[TextStream]) -> None:
+    """Stop every one of the streams."""
+    for stream in streams:
+        await stream.aclose()
+
+
+def tick_s(service: Service) -> float:
+    """How long a stream may be silent before it looks up."""
+    interval = service.config.sse_keep_alive_interval
+    return min(TICK_S, interval) if interval else TICK_S

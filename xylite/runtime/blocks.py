@@ -78,7 +78,7 @@ class KVBlocks:
         return len(self._lru)
 
     def take(self, n: int) -> list[int] | None:
-        """n free blocks, evicting least recently used prefixes if needed; None if there are not n."""
+        """n free blocks, evicting least recently used prefixes if needed; None if too few."""
         if n > self.num_free:
             return None
         while len(self._free) < n:
@@ -314,7 +314,7 @@ class KVBlocks:
         self.remove(self._pending.pop(step, []))
 
     def filled_by(self, seq: Sequence, step: int, start: int) -> list[Node]:
-        """Nodes on the sequence's path, from token `start` on, that the uncommitted `step` fills."""
+        """Nodes on the sequence's path, from token `start` on, that uncommitted `step` fills."""
         first = start // self.block_size
         path = [n for n in _path(seq.node) if n.block >= 0]
         return [n for i, n in enumerate(reversed(path)) if i >= first and n.pending == step]

@@ -1,10 +1,11 @@
 """What runs next: sequences and a token budget become the chunks of one iteration.
 
-The rules are XY-Serve's (section 4.1): a fixed budget of tokens per iteration whatever their origin,
-a reserve for decode and draft tokens so that the time between tokens is stable, priority for
-prefill over the rest so that the first token comes soon, long prompts cut into chunks. Ours: equal
-prompts that arrive together compute their common beginning once, drafts shrink first, preemption
-by recomputation, ageing so that nothing starves, and planning an iteration while another runs.
+The rules are XY-Serve's (section 4.1): a fixed budget of tokens per iteration whatever their
+origin, a reserve for decode and draft tokens so that the time between tokens is stable, priority
+for prefill over the rest so that the first token comes soon, long prompts cut into chunks. Ours:
+equal prompts that arrive together compute their common beginning once, drafts shrink first,
+preemption by recomputation, ageing so that nothing starves, planning an iteration while another
+runs.
 
 No clock, no randomness, no I/O: `now` is passed in, so a run can be replayed exactly.
 """
@@ -270,7 +271,7 @@ class Scheduler:
         return Draft(draft.tokens[:n], draft.parents[:n] if draft.parents else None)
 
     def _make_room(self, seq: Sequence, plan: Plan, now: float) -> bool:
-        """Preempt the sequence that is to be served last; False if that is `seq` or there is none."""
+        """Preempt who is to be served last; False if that is `seq` or there is none."""
         planned = {id(c.seq) for c in plan.chunks}
         candidates = [s for s in self.running if id(s) not in planned and not s.num_inflight]
         victim = max(candidates, key=lambda s: self._rank(s, now), default=seq)

@@ -1,0 +1,486 @@
+"""The engine: an event loop task that plans, submits, commits and hands tokens to their streams.
+
+At most one iteration is in flight on the device thread; the next one may be planned while it runs.
+The engine knows token ids only.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from xylite.errors import EngineError, Overloaded, XyliteError
+from xylite.runtime.request import FinishReason, Request, TokenEvent
+from xylite.runtime.scheduler import Outcome, Plan, Scheduler
+from xylite.runtime.sequence import Sequence
+from xylite.runtime.stats import Observer, RequestRecord, Tallies
+from xylite.runtime.step import Step, StepResult
+from xylite.runtime.token_table import Tabulator, fill_masks
+
+PLAN_MARGIN_S = 0.002  # the next iteration is planned this long before the device is expected idle
+MAX_FAILED_STEPS = 5  # so many iterations failing one after the other means the device is lost
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What the engine needs of an executor; called on the device thread only."""
+
+    def run(self, step: Step, mask: np.ndarray | None = None) -> StepResult: ...
+
+    def forward(self, step: Step) -> Any: ...
+
+    def sample(self, forwarded: Any, mask: np.ndarray | None = None) -> StepResult: ...
+
+
+class Drafter(Protocol):
+    """Proposes drafts. `propose` runs between iterations and may return at once with nothing."""
+
+    async def propose(self, sequences: list[Sequence]) -> None:
+        """Set `draft` of those sequences it has a proposal for."""
+        ...
+
+    def observe(self, chunks: Plan, seconds: float) -> None:
+        """Learn from a committed iteration: what was accepted, and how long it took."""
+        ...
+
+    @property
+    def is_active(self) -> bool:
+        """Some sequence may want a draft: the next iteration cannot be planned ahead."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class TokenStream:
+    """Events of one request, in the order they happened; ends after all n sequences ended."""
+
+    def __init__(self, engine: "Engine", request: Request, sequences: list[Sequence]):
+        self.request = request
+        self.sequences = sequences
+        self._engine = engine
+        self._events: deque[TokenEvent] = deque()
+        self._ready = asyncio.Event()
+        self._open = len(sequences)
+
+    def put(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        if event.finish_reason is not None:
+            self._open -= 1
+        self._ready.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Every sequence has ended and every event was taken."""
+        return self._open <= 0 and not self._events
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while not self._events:
+            if self._open <= 0:
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        return self._events.popleft()
+
+    def take_ready(self) -> list[TokenEvent]:
+        """Events that are there already, without waiting."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def stop(self, index: int) -> None:
+        """Sequence `index` needs no more tokens (a stop string was found)."""
+        self._engine.stop(self, index, "stop")
+
+    def cancel(self) -> None:
+        """Nobody listens any more: free what the request holds."""
+        self._engine.cancel(self)
+
+
+class _Flight:
+    """An iteration on its way: forward submitted, sampling submitted unless it waits for masks."""
+
+    def __init__(self, plan: Plan, step: Step, submitted: float):
+        self.plan = plan
+        self.step = step
+        self.submitted = submitted
+        self.forwarded: asyncio.Future[Any] | None = None
+        self.result: asyncio.Future[StepResult] | None = None
+
+
+class Engine:
+    """Queues requests and runs iterations until closed.
+
+    runner     executes Steps; called on the device thread only
+    num_words  int32 words of a mask row
+    state      "ready", "draining", "closed" or "dead"
+    observers  told about every ended request
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tabulator: Tabulator,
+        runner: Runner,
+        device_thread: ThreadPoolExecutor,
+        *,
+        num_words: int,
+        async_scheduling: bool = True,
+        watchdog_s: float = 300.0,
+        drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.scheduler = scheduler
+        self.observers: list[Observer] = []
+        self.tallies = Tallies()
+        self.state = "ready"
+        self.dead = asyncio.Event()
+        self._tabulator = tabulator
+        self._runner = runner
+        self._device_thread = device_thread
+        self._num_words = num_words
+        self._async_scheduling = async_scheduling
+        self._watchdog_s = watchdog_s
+        self._drafter = drafter
+        self._clock = clock
+        self._streams: dict[str, TokenStream] = {}
+        self._records: dict[str, RequestRecord] = {}
+        self._last_delivery: dict[tuple[str, int], float] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._durations: dict[int, float] = {}
+        self._failed_in_a_row = 0
+        self._device_free_at = 0.0
+        self._task = asyncio.get_running_loop().create_task(self._main(), name="xylite-engine")
+
+    # Requests
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request; Overloaded if the queue is full or the engine takes no more."""
+        if self.state == "draining":
+            raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
+        if self.state != "ready":
+            raise EngineError("the engine has stopped", code="engine_dead")
+        assert request.id not in self._streams, f"request id {request.id} is in use"
+        now = self._clock()
+        try:
+            sequences = self.scheduler.add(request, now)
+        except Overloaded as e:
+            self.tallies.rejections["max_num_queued_reqs"] += 1
+            e.retry_after_s = self._drain_estimate_s()
+            raise
+        stream = TokenStream(self, request, sequences)
+        self._streams[request.id] = stream
+        self._records[request.id] = RequestRecord(
+            request_id=request.id,
+            num_prompt=len(request.prompt),
+            max_tokens=request.max_tokens,
+            n=request.params.n,
+            arrival=now,
+        )
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def stop(self, stream: TokenStream, index: int, reason: FinishReason) -> None:
+        """End one sequence; its stream gets no more events of it but this end."""
+        seq = stream.sequences[index]
+        if seq.finish is None:
+            self.scheduler.stop(seq, reason)
+            self._wake.set()
+            self._note_end(seq, reason)
+            stream.put(TokenEvent(index=index, finish_reason=reason))
+            self._close_if_done(stream)
+
+    def cancel(self, stream: TokenStream) -> None:
+        """End all sequences of a request as aborted."""
+        for seq in stream.sequences:
+            self.stop(stream, seq.index, "abort")
+
+    def _drain_estimate_s(self) -> float:
+        """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s."""
+        counters = self.scheduler.counters
+        done = counters.step_tokens
+        if not done or not self.tallies.step_seconds:
+            return 1.0
+        ahead = sum(s.remaining for s in self.scheduler.waiting) + 64
+        return min(max(ahead * self.tallies.step_seconds / done, 1.0), 60.0)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests; wait until the running ones end, then abort the rest."""
+        if self.state == "ready":
+            self.state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            error = EngineError("the server is shutting down", code="shutdown")
+            for stream in list(self._streams.values()):
+                self._fail_stream(stream, error)
+
+    async def close(self) -> None:
+        """Abort what runs and stop; the device thread is idle afterwards."""
+        self.state = "closed" if self.state != "dead" else "dead"
+        error = EngineError("the engine was closed", code="shutdown")
+        for stream in list(self._streams.values()):
+            self._fail_stream(stream, error)
+        self._wake.set()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _fail_stream(self, stream: TokenStream, error: XyliteError) -> None:
+        for seq in stream.sequences:
+            if seq.finish is None:
+                self.scheduler.stop(seq, "error")
+                self._note_end(seq, "abort")
+                stream.put(TokenEvent(index=seq.index, finish_reason="error", error=error))
+        self._close_if_done(stream)
+
+    # The loop
+
+    async def _main(self) -> None:
+        try:
+            await self._loop()
+        except Exception:  # noqa: BLE001 - the edge: whatever it was, every stream is told
+            _log.exception("the engine loop failed")
+            self._die("the engine failed")
+
+    async def _loop(self) -> None:
+        flight: _Flight | None = None
+        while True:
+            if flight is None:
+                flight = self._launch(ahead=False)
+            if flight is None:
+                if not self.scheduler.num_unfinished:
+                    self._idle.set()
+                    if self.state in ("closed", "dead"):
+                        return
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            following = await self._plan_ahead(flight)
+            result = await self._await_result(flight)
+            if self.state == "dead":
+                return
+            if isinstance(result, Exception):
+                await self._commit_failure(flight, result, following)
+                flight = None
+                continue
+            self._failed_in_a_row = 0
+            self._deliver(self.scheduler.commit(flight.plan, result))
+            if self._drafter is not None:
+                await self._draft(flight)
+            if following is not None and following.result is None:
+                self._submit_sampling(following)
+            flight = following
+
+    def _launch(self, *, ahead: bool) -> _Flight | None:
+        """Plan an iteration and submit it; None if there is nothing to run."""
+        now = self._clock()
+        plan = self.scheduler.plan(now, ahead=ahead)
+        if plan is None:
+            return None
+        step = self._tabulator.build(plan)
+        for seq in plan.admitted:
+            record = self._records.get(seq.request.id)
+            if record is not None and record.scheduled is None:
+                record.scheduled = now
+        flight = _Flight(plan, step, now)
+        loop = asyncio.get_running_loop()
+        if step.num_mask_rows and ahead:
+            flight.forwarded = loop.run_in_executor(self._device_thread, self._runner.forward, step)
+        else:
+            mask = self._mask(flight)
+            flight.result = loop.run_in_executor(self._device_thread, self._runner.run, step, mask)
+        if not ahead:
+            self.tallies.host_gap_seconds += max(self._clock() - self._device_free_at, 0.0)
+        return flight
+
+    def _mask(self, flight: _Flight) -> np.ndarray | None:
+        if not flight.step.num_mask_rows:
+            return None
+        mask = np.empty((flight.step.num_mask_rows, self._num_words), np.int32)
+        fill_masks(flight.plan, mask)
+        return mask
+
+    def _submit_sampling(self, flight: _Flight) -> None:
+        """The second half of an iteration whose masks had to wait for the commit before it."""
+        forwarded, mask = flight.forwarded, self._mask(flight)
+        assert forwarded is not None
+
+        def sample(done: Any) -> StepResult:
+            return self._runner.sample(done, mask)
+
+        async def both() -> StepResult:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._device_thread, sample, await forwarded)
+
+        flight.result = asyncio.ensure_future(both())
+
+    async def _plan_ahead(self, flight: _Flight) -> _Flight | None:
+        """Plan the next iteration shortly before this one ends: late enough that requests which
+        arrive meanwhile are in it, early enough that the device does not wait."""
+        if not self._async_scheduling or flight.plan.has_drafts or self.state == "dead":
+            return None
+        if self._drafter is not None and self._drafter.is_active:
+            return None
+        expected = self._durations.get(flight.plan.num_tokens.bit_length(), 0.0)
+        left = flight.submitted + expected - PLAN_MARGIN_S - self._clock()
+        if left > 0 and flight.result is not None:
+            await asyncio.wait([flight.result], timeout=left)
+        return self._launch(ahead=True)
+
+    async def _await_result(self, flight: _Flight) -> StepResult | Exception:
+        assert flight.result is not None
+        try:
+            result = await asyncio.wait_for(asyncio.shield(flight.result), self._watchdog_s)
+        except TimeoutError:
+            _log.error("an iteration runs longer than %.0f s", self._watchdog_s)
+            self._die("the device does not answer")
+            return EngineError("hung")
+        except Exception as e:  # noqa: BLE001 - the edge: a step that raises fails its requests
+            return e
+        now = self._clock()
+        seconds = now - max(flight.submitted, self._device_free_at)
+        self._device_free_at = now
+        self.tallies.step_seconds += seconds
+        key = flight.plan.num_tokens.bit_length()
+        known = self._durations.get(key, seconds)
+        # A quick fall and a slow rise: planning too early costs less than an idle device.
+        self._durations[key] = min(seconds, known + 0.1 * (seconds - known))
+        return result
+
+    async def _commit_failure(
+        self, flight: _Flight, cause: Exception, following: _Flight | None
+    ) -> None:
+        self.tallies.failed_steps += 1
+        self._failed_in_a_row += 1
+        _log.error("iteration %d failed", flight.plan.number, exc_info=cause)
+        error = EngineError("the model failed on this request's iteration", code="step_failed")
+        ahead = None if following is None else following.plan
+        self._deliver(self.scheduler.fail(flight.plan, error, ahead))
+        if following is not None:
+            waiting = following.result or following.forwarded
+            assert waiting is not None
+            await asyncio.wait([waiting])
+            waiting.exception()  # its outcome is of no interest, failed or not
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            self._die("the device fails every iteration")
+
+    async def _draft(self, flight: _Flight) -> None:
+        assert self._drafter is not None
+        try:
+            self._drafter.observe(flight.plan, self._clock() - flight.submitted)
+            ready = [s for s in self.scheduler.running if s.remaining == 1 and not s.num_inflight]
+            await self._drafter.propose(ready)
+        except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
+            _log.exception("the drafter failed and is switched off")
+            self._drafter = None
+
+    def _die(self, why: str) -> None:
+        self.state = "dead"
+        error = EngineError(why, code="engine_dead")
+        for stream in list(self._streams.values()):
+            self._fail_stream(stream, error)
+        self._idle.set()
+        self.dead.set()
+
+    # Delivery
+
+    def _deliver(self, outcomes: Iterable[Outcome]) -> None:
+        now = self._clock()
+        touched: list[TokenStream] = []
+        for seq, event in outcomes:
+            stream = self._streams.get(seq.request.id)
+            if stream is None:
+                continue
+            record = self._records[seq.request.id]
+            if event.tokens:
+                self._note_tokens(record, seq, len(event.tokens), now)
+            if event.finish_reason is not None:
+                self._note_end(seq, event.finish_reason)
+                touched.append(stream)
+            stream.put(event)
+        for stream in touched:
+            self._close_if_done(stream)
+
+    def _note_tokens(self, record: RequestRecord, seq: Sequence, num: int, now: float) -> None:
+        if record.first_token is None:
+            record.first_token = now
+        key = (seq.request.id, seq.index)
+        before = self._last_delivery.get(key)
+        if before is not None:
+            record.itl_s.append(now - before)
+        self._last_delivery[key] = now
+        record.last_token = now
+        record.num_output += num
+
+    def _note_end(self, seq: Sequence, reason: FinishReason) -> None:
+        record = self._records.get(seq.request.id)
+        if record is not None:
+            record.worst(reason)
+            record.num_cached += max(seq.num_cached, 0) if seq.index == 0 else 0
+            record.num_preemptions += seq.num_preemptions
+        self._last_delivery.pop((seq.request.id, seq.index), None)
+        if self._drafter is not None:
+            self._drafter.forget(seq)
+
+    def _close_if_done(self, stream: TokenStream) -> None:
+        if any(s.finish is None for s in stream.sequences):
+            return
+        if self._streams.pop(stream.request.id, None) is None:
+            return
+        record = self._records.pop(stream.request.id)
+        record.ended = self._clock()
+        self.tallies.finished[record.finish_reason] += 1
+        for observer in self.observers:
+            observer.on_finished(record)
+        if not self._streams:
+            self._wake.set()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters and gauges now."""
+        scheduler, blocks, c = self.scheduler, self.scheduler.blocks, self.scheduler.counters
+        used = blocks.num_blocks - blocks.num_free
+        running = sum(s.finish is None for s in scheduler.running)
+        return {
+            "num_running": running,
+            "num_waiting": len(scheduler.waiting),
+            "kv_usage": used / blocks.num_blocks,
+            "num_blocks": blocks.num_blocks,
+            "num_free_blocks": blocks.num_free,
+            "num_cached_blocks": blocks.num_cached,
+            "block_size": blocks.block_size,
+            "enable_prefix_caching": blocks.reuse,
+            "prefix_queries": c.prefix_queries,
+            "prefix_hits": c.prefix_hits,
+            "num_preemptions": c.num_preemptions,
+            "prompt_tokens": c.prompt_tokens,
+            "prompt_tokens_cached": c.prompt_tokens_cached,
+            "generation_tokens": c.generation_tokens,
+            "num_steps": c.num_steps,
+            "step_tokens": c.step_tokens,
+            "step_seconds": self.tallies.step_seconds,
+            "host_gap_seconds": self.tallies.host_gap_seconds,
+            "failed_steps": self.tallies.failed_steps,
+            "spec_num_drafts": c.spec_num_drafts,
+            "spec_num_draft_tokens": c.spec_num_draft_tokens,
+            "spec_num_accepted_tokens": c.spec_num_accepted_tokens,
+            "spec_accepted_per_pos": list(c.spec_accepted_per_pos),
+            "corrupted": c.corrupted,
+            "rejections": dict(self.tallies.rejections),
+            "finished": dict(self.tallies.finished),
+        }

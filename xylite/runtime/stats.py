@@ -1,0 +1,88 @@
+"""What an engine counts: request records with their times, and one snapshot of everything."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from xylite.runtime.request import FinishReason
+
+_SEVERITY = {"error": 3, "abort": 2, "length": 1, "stop": 0}
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request's course; all times in seconds. A request of n sequences is one record.
+
+    finish_reason  the worst of its sequences': error, abort, length, stop
+    queue_s        arrival to the first iteration that computes it
+    prefill_s      from there to the first token
+    decode_s       first to last token
+    inference_s    prefill_s + decode_s
+    ttft_s         arrival to the first token; None if there was none
+    itl_s          gaps between deliveries of one sequence
+    """
+
+    request_id: str
+    num_prompt: int
+    max_tokens: int
+    n: int
+    arrival: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_output: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason = "stop"
+    ended: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+
+    def worst(self, reason: FinishReason) -> None:
+        """Take over the reason of one more sequence that ended."""
+        if _SEVERITY[reason] > _SEVERITY[self.finish_reason]:
+            self.finish_reason = reason
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended - self.arrival
+
+    @property
+    def queue_s(self) -> float:
+        return (self.ended if self.scheduled is None else self.scheduled) - self.arrival
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def prefill_s(self) -> float:
+        if self.scheduled is None:
+            return 0.0
+        return (self.ended if self.first_token is None else self.first_token) - self.scheduled
+
+    @property
+    def decode_s(self) -> float:
+        if self.first_token is None or self.last_token is None:
+            return 0.0
+        return self.last_token - self.first_token
+
+    @property
+    def inference_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+class Observer(Protocol):
+    """Told about every request once, when it has ended."""
+
+    def on_finished(self, record: RequestRecord) -> None: ...
+
+
+@dataclass(slots=True)
+class Tallies:
+    """What the engine loop counts beside the scheduler's counters."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=Counter)
+    step_seconds: float = 0.0
+    host_gap_seconds: float = 0.0
+    failed_steps: int = 0

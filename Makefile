@@ -14,7 +14,7 @@ ASCEND_PACKAGES := triton-ascend==3.2.0 ascendnpu-ir==1.2.0 pybind11==3.0.1 'num
 	msgspec==0.23.0 pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format test-ascend clean
+.PHONY: help serve test lint format docs test-ascend clean
 
 help:
 	@echo "make serve        install into $(VENV), serve the demo model on http://127.0.0.1:8000"
@@ -22,6 +22,7 @@ help:
 	@echo "make test         install into $(VENV), run all tests"
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff's formatter and its safe fixes"
+	@echo "make docs         the settings table in README.md"
 	@echo "make test-ascend  install into $(ASCEND), compile the kernels with the Ascend compiler"
 	@echo "make clean        remove both environments"
 
@@ -41,6 +42,9 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+docs: $(VENV)/.installed-test
+	$(PY) -m tests.write_readme
 
 test-ascend: $(ASCEND)/.installed
 	$(ASCEND)/bin/python -m pytest tests/ascend -n logical --dist worksteal

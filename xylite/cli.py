@@ -7,9 +7,10 @@ Torch, aiohttp and the engine are imported by the command that needs them, so he
 import asyncio
 import contextlib
 import difflib
-import ipaddress
+import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -130,14 +131,13 @@ def _parsed(command: Command, words: Sequence[str], env: Mapping[str, str]) -> P
     return None
 
 
-def _set_up_logging(level: str, *, access_log: bool = True) -> None:
+def _set_up_logging(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.getLogger("aiohttp.access").disabled = not access_log
     logging.captureWarnings(True)
 
 
@@ -159,7 +159,7 @@ def serve(words: Sequence[str]) -> int:
     if parsed is None:
         return 0
     engine_config, server_config = parsed.structs
-    _set_up_logging(server_config.log_level, access_log=not server_config.disable_access_log)
+    _set_up_logging(server_config.log_level)
     for warning in parsed.warnings:
         log.warning("%s", warning)
     # For this process only: as a library, xylite leaves its host's interpreter as it is.
@@ -172,45 +172,21 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     from xylite.text_engine import TextEngine
 
     async with TextEngine(engine_config) as engine:
-        log.info("%s", summary(engine, url(config)))
-        if is_exposed(config):
-            log.warning(
-                "listening on %s without --api-key: whoever reaches this port can use the model",
-                config.host,
-            )
         stats = None
         if not config.disable_log_stats:
             stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))
         try:
-            await server.serve(engine, config)
+            return await server.serve(
+                engine, config, ready=lambda url: log.info("%s", summary(engine, url))
+            )
         finally:
             if stats is not None:
                 stats.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await stats
-    return 0
 
 
-def url(config: ServerConfig) -> str:
-    """Where the server answers, as a client writes it."""
-    if config.uds:
-        return f"unix:{config.uds}"
-    scheme = "https" if config.ssl_certfile else "http"
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{scheme}://{host}:{config.port}"
-
-
-def is_exposed(config: ServerConfig) -> bool:
-    """True if others than this machine can reach the server and no key is asked for."""
-    if config.api_key or config.uds or config.host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(config.host).is_loopback
-    except ValueError:
-        return True
-
-
-def summary(engine: "TextEngine", address: str) -> str:
+def summary(engine: "TextEngine", url: str) -> str:
     """What runs and where, for the start of the log."""
     config, now = engine.config, engine.snapshot()
     tokens = now["num_blocks"] * now["block_size"]
@@ -220,21 +196,25 @@ def summary(engine: "TextEngine", address: str) -> str:
         "device": config.device,
         "context": f"{config.max_model_len} tokens, at most {config.max_num_seqs} sequences",
         "KV": f"{now['num_blocks']} blocks of {now['block_size']} = {tokens} tokens",
-        "URL": address,
+        "URL": url,
     }
     lines = "".join(f"\n  {name:<8} {text}" for name, text in rows.items())
-    return f"xylite {xylite.__version__} is ready{lines}\n  try      {example(engine, address)}"
+    return f"xylite {xylite.__version__} is ready{lines}\n  try      {example(engine, url)}"
 
 
-def example(engine: "TextEngine", address: str) -> str:
+def example(engine: "TextEngine", url: str) -> str:
     """A curl command that asks the served model something."""
-    body = (
-        f'{{"model":"{engine.model_names[0]}","messages":[{{"role":"user","content":"Hello!"}}]}}'
-    )
-    where = f"{address}/v1/chat/completions"
-    if address.startswith("unix:"):
-        where = f"--unix-socket {address[5:]} http://localhost/v1/chat/completions"
-    return f"curl {where} -H 'Content-Type: application/json' -d '{body}'"
+    body = {
+        "model": engine.model_names[0],
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": 50,
+    }
+    where = f"{url}/v1/chat/completions"
+    if url.startswith("unix://"):
+        path = shlex.quote(url.removeprefix("unix://"))
+        where = f"--unix-socket {path} http://localhost/v1/chat/completions"
+    data = shlex.quote(json.dumps(body))
+    return f"curl {where} -H 'Content-Type: application/json' -d {data}"
 
 
 async def _log_stats(engine: "TextEngine", period_s: float) -> None:

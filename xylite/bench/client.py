@@ -18,7 +18,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     role: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
         if self.delta is None:
             return bool(self.text) or self.finish_reason is None
         d = self.delta
-        if d.content or d.reasoning or d.tool_calls is not None:
+        if d.content or d.reasoning or d.tool_calls:
             return True
         return d.role is None and self.finish_reason is None
 
@@ -49,7 +49,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ async def _read(response: aiohttp.ClientResponse, out: Outcome, keep_text: bool)
         now = time.perf_counter()
         chunk = decode(data)
         if chunk.error is not None:
-            out.error = bytes(chunk.error).decode(errors="replace")[:300]
+            out.error = str(chunk.error)[:300]
             return
         if chunk.usage is not None:
             out.input_tokens = chunk.usage.prompt_tokens

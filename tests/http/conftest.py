@@ -28,7 +28,7 @@ async def connect() -> AsyncIterator[Connect]:
         )
         server = TestServer(application, host="127.0.0.1")
         client = TestClient(server)
-        await server.start_server(handler_cancellation=True)
+        await client.start_server()
         clients.append(client)
         return client
 

@@ -234,6 +234,8 @@ class FakeEngine:
         check_params(params, self.limits)
         if not ids:
             raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        if not all(0 <= i < self.limits.vocab_size for i in ids):
+            raise RequestError("prompt holds a token id outside the vocabulary", param="prompt")
         if len(ids) + (params.max_tokens or 1) > self.limits.max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {self.limits.max_model_len} tokens.",
@@ -317,3 +319,10 @@ class FakeEngine:
 
 def engine_fault() -> EngineError:
     return EngineError("the numbers of this request were not finite", code="nonfinite")
+
+
+def paused(events: Iterable[TextEvent]) -> list[Item]:
+    """The events with a breath before each, so that each is delivered by itself."""
+    now = asyncio.Event()
+    now.set()
+    return [item for event in events for item in (now, event)]

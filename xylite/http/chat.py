@@ -44,6 +44,8 @@ RESERVED_KWARGS = frozenset(
     """.split()  # noqa: SIM905 (a word list reads better)
 )
 
+MAX_TOKENS = 2**31
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -80,8 +82,8 @@ async def _params(service: Service, asked: ChatRequest) -> SamplingParams:
     check_response_format(asked.response_format)
     name = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = whole(name, getattr(asked, name))
-    if max_tokens is not None and max_tokens < 1:
-        raise RequestError(f"{name} must be at least 1, got {max_tokens}", param=name)
+    if max_tokens is not None and not 1 <= max_tokens <= MAX_TOKENS:
+        raise RequestError(f"{name} must be in [1, {MAX_TOKENS}], got {max_tokens:g}", param=name)
     top = whole("top_logprobs", asked.top_logprobs)
     if top and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")

@@ -117,7 +117,7 @@ async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:
     elif max_tokens < (0 if asked.echo else 1):
         # 0 with echo is how evaluation harnesses score a text.
         raise RequestError(
-            f"max_tokens must be at least 1 (0 with echo), got {max_tokens}", param="max_tokens"
+            f"max_tokens must be at least 1 (0 with echo), got {max_tokens:g}", param="max_tokens"
         )
     logprobs = whole("logprobs", asked.logprobs)
     return sampling_params(

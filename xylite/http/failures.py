@@ -93,7 +93,13 @@ async def _answer(request: web.Request, error: XyliteError) -> web.StreamRespons
     if stream is not None and stream.started:
         await stream.fail(error_object(error))
         return stream.response
-    return error_response(error)
+    response = error_response(error)
+    if error.status == 408 and request.protocol is not None:
+        # aiohttp would go on reading for a while; this client has had its time.
+        await response.prepare(request)
+        await response.write_eof()
+        request.protocol.force_close()
+    return response
 
 
 @web.middleware

@@ -105,9 +105,11 @@ async def serve(
     runner = web.AppRunner(
         make_app(engine, config),
         handler_cancellation=True,
+        logger=_protocol_log(),
         access_log=None if config.disable_access_log else logging.getLogger("xylite.access"),
         shutdown_timeout=FLUSH_S,
         keepalive_timeout=75.0,
+        lingering_time=2.0,
     )
     signals: asyncio.Queue[int] = asyncio.Queue()
     await runner.setup()
@@ -119,6 +121,22 @@ async def serve(
         for number in caught:
             asyncio.get_running_loop().remove_signal_handler(number)
         await runner.cleanup()
+
+
+class _OneLine(logging.Filter):
+    """Says what is wrong with broken HTTP without the traceback that anyone could provoke."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+
+def _protocol_log() -> logging.Logger:
+    """Where aiohttp reports what never became a request; a logger of this server's own."""
+    logger = logging.Logger("xylite.http.protocol")
+    logger.parent = _log
+    logger.addFilter(_OneLine())
+    return logger
 
 
 def _catch_signals(signals: asyncio.Queue[int]) -> list[signal.Signals]:

@@ -1,0 +1,128 @@
+"""Builds the C++ kernels with the system's compiler and finds what was built before.
+
+One shared library per instruction set, named by a hash of sources and flags: a library that exists
+is right. It is looked for next to this file (built with the package) and in the cache directory,
+then built there; concurrent starts build side by side, and the last rename wins.
+"""
+
+import concurrent.futures
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+SOURCES: Final = Path(__file__).parent / "src"
+BUILT: Final = Path(__file__).parent / "built"
+BUILD_TIMEOUT_S: Final = 120
+
+_AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
+_AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI: Final = (*_AVX512, "-mavx512vnni")
+# Instruction sets, best first: the compiler's flags and what /proc/cpuinfo must list.
+_X86: Final[Mapping[str, tuple[str, ...]]] = {
+    "avx512bf16": (*_VNNI, "-mavx512bf16"),
+    "avx512vnni": _VNNI,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
+_COMMON: Final = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    # A product and a sum are fused where the source says so, and nowhere else: otherwise two
+    # instances of one template could round differently.
+    "-ffp-contract=off",
+)
+
+
+class BuildError(Exception):
+    """No compiler, or it failed; the message says which."""
+
+
+def instruction_sets() -> list[str]:
+    """What this machine runs, best first; "generic" is always the last."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["generic"]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ["generic"]
+    has = next((set(line.split(":", 1)[1].split()) for line in lines if line[:5] == "flags"), set())
+
+    def runs(flags: tuple[str, ...]) -> bool:
+        names = (flag.removeprefix("-m") for flag in flags)
+        spelt = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+        return all(spelt.get(name, name) in has for name in names)
+
+    return [name for name, flags in _X86.items() if runs(flags)] + ["generic"]
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    return (*_COMMON, *_X86.get(isa, ()))
+
+
+def library_name(isa: str) -> str:
+    """File name of the library for `isa`: it changes with any source and flag."""
+    digest = hashlib.sha256("\0".join((platform.machine(), *_flags(isa))).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+
+
+def library(isa: str, cache: Path) -> Path:
+    """The library for `isa`, built in `cache` if it is not there yet; BuildError if it cannot be."""
+    name = library_name(isa)
+    for folder in (BUILT, cache):
+        if (folder / name).is_file():
+            return folder / name
+    return build(isa, cache)
+
+
+def build(isa: str, folder: Path) -> Path:
+    """Compile for `isa` into `folder`; BuildError with the compiler's words if that fails."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise BuildError("no C++ compiler found (c++, g++ or clang++)")
+    target = folder / library_name(isa)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
+            sources = sorted(SOURCES.glob("*.cpp"))
+            objects = [Path(work) / f"{s.stem}.o" for s in sources]
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                jobs = [
+                    pool.submit(_run, [compiler, *_flags(isa), "-c", str(s), "-o", str(o)])
+                    for s, o in zip(sources, objects, strict=True)
+                ]
+                for job in jobs:
+                    job.result()
+            made = Path(work) / target.name
+            _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+            os.replace(made, target)
+    except OSError as e:
+        raise BuildError(f"{folder}: {e}") from e
+    return target
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as e:
+        raise BuildError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from e
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed: {done.stdout[-2000:]}")

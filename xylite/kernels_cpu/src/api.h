@@ -1,0 +1,36 @@
+// What every entry point shares. All of them are plain C: pointers and integers, 0 = done, 1 = out
+// of memory, 2 = this build lacks that kind of weight.
+#pragma once
+#include <mutex>
+#include <new>
+
+#include "pool.h"
+
+#define XL_API extern "C" __attribute__((visibility("default")))
+
+namespace xl {
+
+enum Kind : int { K_F32 = 0, K_F16 = 1, K_BF16 = 2, K_BF16_DOT = 3 };  // how to multiply
+
+struct Tuning {
+  int rows;             // of a register tile
+  int64_t block_bytes;  // of activations that stay in the second-level cache
+  int64_t panel_bytes;  // of a panel that stay in the first-level cache
+};
+
+struct Unsupported {};
+
+template <class F>
+static int guarded(Pool* pool, F&& f) {
+  std::lock_guard<std::mutex> lock(pool->entry());
+  try {
+    f();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (const Unsupported&) {
+    return 2;
+  }
+}
+
+}  // namespace xl

@@ -1,0 +1,189 @@
+// What lies between the products: norms, rotary positions and KV rows, gated activations, argmax.
+#include "api.h"
+#include "rows.h"
+
+namespace xl {
+
+// Sum of squares of a row, in one fixed order.
+static float sum_squares(const float* x, int64_t n) {
+  vf a = {}, b = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    const vf u = loadf(x + i), v = loadf(x + i + W);
+    a = fma(u, u, a);
+    b = fma(v, v, b);
+  }
+  float s = sum(a + b);
+  for (; i < n; i++) s += x[i] * x[i];
+  return s;
+}
+
+static void scale_row(const float* x, const float* w, float by, void* out, int64_t at, int out_type,
+                      int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store_as(out, at + i, out_type, loadf(x + i) * by * loadf(w + i));
+  for (; i < n; i++) store_one(out, at + i, out_type, x[i] * by * w[i]);
+}
+
+// One head: norm (w not null), then the first 2 * half elements turn.
+static void turn(float* h, int64_t d, const float* norm, float eps, const float* cosines,
+                 int64_t half) {
+  if (norm) {
+    const float by = 1.0f / sqrtf(sum_squares(h, d) / float(d) + eps);
+    scale_row(h, norm, by, h, 0, T_F32, d);
+  }
+  const float* sines = cosines + half;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = h[i], b = h[i + half];
+    h[i] = a * cosines[i] - b * sines[i];
+    h[i + half] = b * cosines[i] + a * sines[i];
+  }
+}
+
+}  // namespace xl
+
+using namespace xl;
+
+// total = x + residual (residual may be null), out = total / rms(total) * w; all [rows, n].
+XL_API int xl_add_rms_norm(Pool* pool, const void* x, int x_type, const float* residual,
+                           const float* w, float eps, float* total, void* out, int out_type,
+                           int64_t rows, int64_t n) {
+  return guarded(pool, [&] {
+    const int64_t chunk = 8;
+    pool->each((rows + chunk - 1) / chunk, [&](int64_t u, int) {
+      for (int64_t r = u * chunk; r < rows && r < (u + 1) * chunk; r++) {
+        float* t = total + r * n;
+        const float* add = residual ? residual + r * n : nullptr;
+        int64_t i = 0;
+        for (; i + W <= n; i += W) {
+          const vf v = load_as(x, r * n + i, x_type);
+          storef(t + i, add ? v + loadf(add + i) : v);
+        }
+        for (; i < n; i++) {
+          const float v = load_one(x, r * n + i, x_type);
+          t[i] = add ? v + add[i] : v;
+        }
+        const float by = 1.0f / sqrtf(sum_squares(t, n) / float(n) + eps);
+        scale_row(t, w, by, out, r * n, out_type, n);
+      }
+    }, rows * n < 16384);
+  });
+}
+
+// qkv [tokens, (H + 2 G) D] float32; q out [G, tokens * group, D]; k and v into their KV tiles.
+// slots outside the pool (negative) store nothing.
+XL_API int xl_rope_append(Pool* pool, const float* qkv, const int32_t* positions, const float* rope,
+                          int64_t half, const int32_t* slots, const float* q_norm,
+                          const float* k_norm, float eps, void* q, int q_type, void* k, void* v,
+                          int kv_type, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
+                          int64_t p) {
+  return guarded(pool, [&] {
+    const int64_t group = heads / kv_heads, lane = kv_type == T_BF16 ? 2 : 1;
+    const int64_t chunk = 16;
+    pool->reserve(size_t(d) * sizeof(float));
+    // Units by KV head and run of tokens: two threads seldom write the same line of a tile.
+    pool->each((tokens + chunk - 1) / chunk * kv_heads, [&](int64_t u, int thread) {
+      float* h = static_cast<float*>(pool->scratch(thread, size_t(d) * sizeof(float)));
+      const int64_t g = u % kv_heads, from = u / kv_heads * chunk;
+      for (int64_t t = from; t < tokens && t < from + chunk; t++) {
+        const float* row = qkv + t * (heads + 2 * kv_heads) * d;
+        const float* cosines = rope + int64_t(positions[t]) * 2 * half;
+        for (int64_t i = 0; i < group; i++) {
+          memcpy(h, row + (g * group + i) * d, size_t(d) * sizeof(float));
+          turn(h, d, q_norm, eps, cosines, half);
+          convert_row(h, T_F32, (char*)q + ((g * tokens + t) * group + i) * d *
+                      int64_t(size_of(q_type)), q_type, d, d);
+        }
+        if (slots[t] < 0) continue;
+        memcpy(h, row + (heads + g) * d, size_t(d) * sizeof(float));
+        turn(h, d, k_norm, eps, cosines, half);
+        const int64_t off = slots[t] % p;
+        const int64_t tile = (slots[t] / p * kv_heads + g) * p * d;
+        for (int64_t i = 0; i < d; i++)
+          store_one(k, tile + i / lane * p * lane + off * lane + i % lane, kv_type, h[i]);
+        const float* x = row + (heads + kv_heads + g) * d;
+        for (int64_t i = 0; i < d; i++)
+          store_one(v, tile + off / lane * d * lane + i * lane + off % lane, kv_type, x[i]);
+      }
+    }, tokens * (heads + 2 * kv_heads) * d < 8192);
+  });
+}
+
+// Rows src copied to slots dst of one KV pool [N, G, tile]; all are read before any is written.
+XL_API int xl_move_slots(Pool* pool, void* k, void* v, int kv_type, const int32_t* src,
+                         const int32_t* dst, int64_t count, int64_t kv_heads, int64_t d,
+                         int64_t p) {
+  return guarded(pool, [&] {
+    const int64_t lane = kv_type == T_BF16 ? 2 : 1, row = kv_heads * d;
+    const size_t size = size_of(kv_type);
+    char* held = static_cast<char*>(pool->shared(0, size_t(2 * count * row) * size));
+    for (int back = 0; back < 2; back++)
+      for (int64_t n = 0; n < count; n++) {
+        const int64_t slot = (back ? dst : src)[n], off = slot % p;
+        for (int64_t g = 0; g < kv_heads; g++) {
+          const int64_t tile = (slot / p * kv_heads + g) * p * d;
+          for (int64_t i = 0; i < d; i++) {
+            const int64_t at_k = tile + i / lane * p * lane + off * lane + i % lane;
+            const int64_t at_v = tile + off / lane * d * lane + i * lane + off % lane;
+            char* hk = held + size_t((2 * n) * row + g * d + i) * size;
+            char* hv = held + size_t((2 * n + 1) * row + g * d + i) * size;
+            char *pk = (char*)k + size_t(at_k) * size, *pv = (char*)v + size_t(at_v) * size;
+            memcpy(back ? pk : hk, back ? hk : pk, size);
+            memcpy(back ? pv : hv, back ? hv : pv, size);
+          }
+        }
+      }
+  });
+}
+
+// act(x[:, :n]) * x[:, n:] of x [rows, 2 n]
+XL_API int xl_gated_act(Pool* pool, const void* x, int x_type, int act, void* out, int out_type,
+                        int64_t rows, int64_t n) {
+  return guarded(pool, [&] {
+    pool->each(rows, [&](int64_t r, int) {
+      const int64_t gate = r * 2 * n, up = gate + n;
+      int64_t i = 0;
+      for (; i + W <= n; i += W)
+        store_as(out, r * n + i, out_type,
+                 activate(load_as(x, gate + i, x_type), act) * load_as(x, up + i, x_type));
+      if (i < n) {
+        const int left = int(n - i);
+        store_some(out, r * n + i, out_type,
+                   activate(load_some(x, gate + i, x_type, left), act) *
+                       load_some(x, up + i, x_type, left),
+                   left);
+      }
+    }, rows * n < 16384);
+  });
+}
+
+// The first largest of each row [rows, n], a NaN above all.
+XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_t stride,
+                     int64_t* out) {
+  return guarded(pool, [&] {
+    pool->each(rows, [&](int64_t r, int) {
+      const float* p = x + r * stride;
+      vf most = set(-INFINITY);
+      vi unordered = {};
+      int64_t i = 0;
+      for (; i + W <= n; i += W) {
+        const vf v = loadf(p + i);
+        most = vmax(v, most);
+        unordered |= v != v;
+      }
+      float best = max_of(most);
+      bool nan = false;
+      for (int j = 0; j < W; j++) nan |= unordered[j] != 0;
+      for (; i < n; i++) {
+        nan |= p[i] != p[i];
+        if (p[i] > best) best = p[i];
+      }
+      int64_t at = 0;
+      if (nan)
+        while (p[at] == p[at]) at++;
+      else
+        while (at < n - 1 && p[at] != best) at++;
+      out[r] = at;
+    }, rows < 2);
+  });
+}

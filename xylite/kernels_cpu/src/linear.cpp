@@ -1,0 +1,176 @@
+// Linear layers over packed panels, any M, and the packing itself.
+//
+// Packed weights [N, K]: panels of 32 columns of the result, each [steps, 32, LANE] contiguous, so
+// that a panel is read as one stream and serves every M. The columns past N and k past K are 0.
+#include "api.h"
+#include "mm.h"
+#include "rows.h"
+
+namespace xl {
+
+struct Weights {
+  const void* data;
+  int64_t n, k;
+};
+
+static int64_t panels_of(int64_t n, bool gated) {
+  return gated ? (n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (n + PANEL - 1) / PANEL;
+}
+
+// row of w [N, K] that is column `col` of panel `panel`, or -1: gate and up rows share a panel
+static int64_t row_of(int64_t panel, int col, int64_t n, bool gated) {
+  if (!gated) {
+    const int64_t r = panel * PANEL + col;
+    return r < n ? r : -1;
+  }
+  const int64_t r = panel * (PANEL / 2) + col % (PANEL / 2);
+  return r < n / 2 ? r + (col < PANEL / 2 ? 0 : n / 2) : -1;
+}
+
+template <class T>
+static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, int64_t m,
+                     const Epilogue& out, int64_t panels, const Tuning& tune) {
+  using A = typename T::A;
+  constexpr int a_type = sizeof(A) == 4 ? T_F32 : T_BF16;
+  const int64_t padded = (w.k + T::STEP - 1) / T::STEP * T::STEP;
+  const int64_t row_bytes = padded * int64_t(sizeof(A));
+
+  // The rows as the kernel reads them. Rows a multiple of 1 KiB apart would share cache sets.
+  const A* a = static_cast<const A*>(x);
+  int64_t lda = w.k;
+  if (x_type != a_type || padded != w.k || (m > 4 && row_bytes % 1024 == 0)) {
+    lda = (padded + 31) / 32 * 32;
+    if (lda * int64_t(sizeof(A)) % 1024 == 0) lda += 32;
+    A* copy = static_cast<A*>(pool.shared(0, size_t(m * lda) * sizeof(A)));
+    const int64_t chunk = 16;
+    pool.each((m + chunk - 1) / chunk, [&](int64_t u, int) {
+      const int64_t end = m < (u + 1) * chunk ? m : (u + 1) * chunk;
+      for (int64_t r = u * chunk; r < end; r++)
+        convert_row((const char*)x + r * w.k * int64_t(size_of(x_type)), x_type, copy + r * lda,
+                    a_type, w.k, padded);
+    }, m * w.k < 16384);
+    a = copy;
+  }
+
+  const int64_t steps = padded / T::STEP;
+  const int64_t row_tile = tune.rows < MAX_ROWS ? tune.rows : MAX_ROWS;
+  // A block of rows stays in the second-level cache while panels pass; a block of k of a panel in
+  // the first-level cache while rows pass.
+  int64_t block = tune.block_bytes / row_bytes / row_tile * row_tile;
+  if (block < 2 * row_tile) block = 2 * row_tile;
+  const int64_t blocks = (m + block - 1) / block;
+  block = (m + blocks - 1) / blocks;
+  const int64_t step_bytes = PANEL * T::LANE * int64_t(sizeof(typename T::B));
+  int64_t k_blocks = 1;
+  if (m > row_tile) k_blocks = (steps * step_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
+  const int64_t k_steps = (steps + k_blocks - 1) / k_blocks;
+  const size_t acc_rows = size_t(k_blocks > 1 ? block : MAX_ROWS);
+  pool.reserve(acc_rows * PANEL * sizeof(float));
+
+  pool.each(blocks * panels, [&](int64_t unit, int thread) {
+    const int64_t panel = unit % panels;
+    const int64_t m0 = unit / panels * block;
+    const int64_t rows = m - m0 < block ? m - m0 : block;
+    const auto* b = static_cast<const typename T::B*>(w.data) + panel * steps * PANEL * T::LANE;
+    float* acc = static_cast<float*>(pool.scratch(thread, acc_rows * PANEL * sizeof(float)));
+    const int64_t tiles = (rows + row_tile - 1) / row_tile;
+    for (int64_t s = 0; s < steps; s += k_steps) {
+      const int64_t n = steps - s < k_steps ? steps - s : k_steps;
+      const bool last = s + n == steps;
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t r = rows * t / tiles;
+        const int count = int(rows * (t + 1) / tiles - r);
+        float* c = acc + (k_blocks > 1 ? r : 0) * PANEL;
+        for (int j = 0; j < PANEL; j += COLS)
+          TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,
+                               b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,
+                               s > 0);
+        if (last) out.store(c, m0 + r, count, panel);
+      }
+    }
+  });
+}
+
+template <class E, int LANE>
+static void pack_panel(const E* src, int64_t n, int64_t k, bool gated, int64_t panel, E* dst) {
+  const int64_t steps = (k + LANE - 1) / LANE;
+  for (int col = 0; col < PANEL; col++) {
+    const int64_t row = row_of(panel, col, n, gated);
+    const E* s = src + (row < 0 ? 0 : row) * k;
+    E* d = dst + col * LANE;
+    for (int64_t i = 0; i < steps; i++, d += PANEL * LANE)
+      for (int l = 0; l < LANE; l++) {
+        const int64_t at = i * LANE + l;
+        d[l] = row >= 0 && at < k ? s[at] : E(0);
+      }
+  }
+}
+
+}  // namespace xl
+
+using namespace xl;
+
+XL_API int64_t xl_packed_bytes(int type, int64_t n, int64_t k, int gated) {
+  const int64_t lane = type == T_BF16 ? 2 : 1;
+  return panels_of(n, gated) * ((k + lane - 1) / lane) * lane * PANEL * int64_t(size_of(type));
+}
+
+XL_API int xl_pack(Pool* pool, int type, const void* src, int64_t n, int64_t k, int gated,
+                       void* dst) {
+  return guarded(pool, [&] {
+    const int64_t panels = panels_of(n, gated);
+    const int64_t bytes = panels ? xl_packed_bytes(type, n, k, gated) / panels : 0;
+    pool->each(panels, [&](int64_t p, int) {
+      char* d = static_cast<char*>(dst) + p * bytes;
+      if (type == T_F32)
+        pack_panel<uint32_t, 1>((const uint32_t*)src, n, k, gated, p, (uint32_t*)d);
+      else if (type == T_BF16)
+        pack_panel<uint16_t, 2>((const uint16_t*)src, n, k, gated, p, (uint16_t*)d);
+      else
+        pack_panel<uint16_t, 1>((const uint16_t*)src, n, k, gated, p, (uint16_t*)d);
+    });
+  });
+}
+
+// Rows `ids` of packed, not gated weights, as float32.
+XL_API int xl_gather(Pool* pool, int type, const void* w, int64_t n, int64_t k,
+                         const int32_t* ids, int64_t count, float* out) {
+  return guarded(pool, [&] {
+    const int64_t lane = type == T_BF16 ? 2 : 1;
+    const int64_t steps = (k + lane - 1) / lane;
+    pool->each(count, [&](int64_t t, int) {
+      const int64_t id = ids[t] < 0 ? 0 : ids[t] < n ? ids[t] : n - 1;
+      const int64_t base = id / PANEL * steps * PANEL * lane + id % PANEL * lane;
+      float* o = out + t * k;
+      for (int64_t i = 0; i < k; i++)
+        o[i] = load_one(w, base + i / lane * PANEL * lane + i % lane, type);
+    }, count < 8);
+  });
+}
+
+XL_API int xl_linear(Pool* pool, int kind, const void* w, int64_t n, int64_t k, const void* x,
+                         int x_type, int64_t m, void* out, int out_type, const float* bias,
+                         const float* residual, int act, float cap, int rows, int block_kib,
+                         int panel_kib) {
+  return guarded(pool, [&] {
+    if (m == 0 || n == 0) return;
+    const Epilogue e{out, out_type, act ? n / 2 : n, bias, residual, act, cap};
+    const Weights weights{w, n, k};
+    const Tuning tune{rows, block_kib * 1024LL, panel_kib * 1024LL};
+    const int64_t panels = panels_of(n, act != ACT_NONE);
+    switch (kind) {
+      case K_F32:
+        return multiply<F32>(*pool, weights, x, x_type, m, e, panels, tune);
+      case K_F16:
+        return multiply<F16>(*pool, weights, x, x_type, m, e, panels, tune);
+      case K_BF16:
+        return multiply<BF16>(*pool, weights, x, x_type, m, e, panels, tune);
+#if defined(__AVX512BF16__)
+      case K_BF16_DOT:
+        return multiply<BF16Dot>(*pool, weights, x, x_type, m, e, panels, tune);
+#endif
+      default:
+        throw Unsupported();
+    }
+  });
+}

@@ -1,0 +1,82 @@
+// Threads that stay: one per core, the caller is the first of them.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace xl {
+
+constexpr size_t ALIGN = 64;
+
+// Memory that only grows, one piece per thread and one shared; contents do not survive `get`.
+struct Scratch {
+  char* base = nullptr;
+  size_t size = 0;
+  ~Scratch();
+  void* get(size_t bytes);
+};
+
+class Pool {
+ public:
+  Pool(int threads, int spin_us);
+  ~Pool();
+
+  using Body = void (*)(void* context, int thread);
+
+  // body(context, thread) on the caller and on every worker that is awake in time; returns when
+  // all that began have ended. The body takes its work from a shared counter, so a worker that is
+  // late or asleep costs nothing. A second caller at the same time runs alone, as thread 0 of
+  // scratch memory of its own.
+  void run(Body body, void* context, bool alone = false);
+
+  // f(unit, thread) for every unit in [0, units), in any order.
+  template <class F>
+  void each(int64_t units, F&& f, bool alone = false) {
+    struct Job {
+      F& f;
+      int64_t units;
+      std::atomic<int64_t> next;
+    } job{f, units, {0}};
+    run(
+        [](void* c, int thread) {
+          Job& j = *static_cast<Job*>(c);
+          for (int64_t u; (u = j.next.fetch_add(1, std::memory_order_relaxed)) < j.units;)
+            j.f(u, thread);
+        },
+        &job, alone || units <= 1);
+  }
+
+  int threads() const { return int(scratch_.size()); }
+  void* scratch(int thread, size_t bytes) { return scratch_[size_t(thread)].get(bytes); }
+  void reserve(size_t bytes) {  // so that no worker allocates
+    for (auto& s : scratch_) s.get(bytes);
+  }
+  void* shared(int slot, size_t bytes) { return shared_[slot].get(bytes); }
+
+  // Held for the length of one entry point: scratch memory belongs to the holder.
+  std::mutex& entry() { return entry_; }
+
+ private:
+  void work(int thread);
+
+  std::vector<Scratch> scratch_;
+  Scratch shared_[4];
+  std::vector<std::thread> workers_;
+  std::mutex entry_;
+  std::mutex sleep_;
+  std::condition_variable wake_;
+  const int64_t spin_ns_;
+
+  alignas(64) std::atomic<uint64_t> generation_{0};  // odd while a job is open
+  alignas(64) std::atomic<int> active_{0};
+  std::atomic<int> sleeping_{0};
+  Body body_ = nullptr;
+  void* context_ = nullptr;
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace xl

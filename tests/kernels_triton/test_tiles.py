@@ -1,0 +1,104 @@
+from dataclasses import replace
+
+import pytest
+
+from xylite.errors import ConfigError
+from xylite.kernels_triton import tiles
+from xylite.kernels_triton.tiles import FLOAT, HALF, Tiles
+
+CHIPS = sorted({row.chip for row in tiles.builtin()})
+TUNED = Tiles(
+    "linear", "sm_90", HALF, {"TILE_M": 16, "TILE_N": 32, "TILE_K": 64, "BAND": 2},
+    {"num_warps": 2}, max_rows=16, n=4096, k=4096,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("op", ["linear", "epilogue", "gated"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 8192])
+def test_every_gemm_has_tiles_on_every_chip(chip, op, rows):
+    table = tiles.for_chip(chip)
+    for dtype in (HALF, FLOAT, "int8", "w8a8", "int4"):
+        if op == "linear" and dtype not in (HALF, FLOAT):
+            continue  # quantised weights always have scales
+        row = table.gemm(op, dtype, rows, 4096, 4096, 24)
+        assert row.max_rows == 0 or row.max_rows >= rows
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("op", ["norm", "act", "gather", "rope", "sample"])
+def test_every_vector_kernel_has_tiles_on_every_chip(chip, op):
+    for dtype in (HALF, FLOAT):
+        size = tiles.for_chip(chip).vector(op, dtype).sizes["TILE"]
+        assert size & (size - 1) == 0
+
+
+def test_narrow_tiles_are_taken_when_wide_ones_leave_cores_idle():
+    table = tiles.for_chip("910b-1.2.0")
+    wide = table.gemm("linear", HALF, 1, 28672, 4096, 24)
+    narrow = table.gemm("linear", HALF, 1, 2048, 4096, 24)
+    assert wide.sizes["TILE_N"] == 256 and narrow.sizes["TILE_N"] == 64
+    assert wide.num_tasks(1, 28672) == 112 and narrow.num_tasks(1, 2048) == 32
+
+
+def test_when_nothing_fills_the_cores_the_most_tasks_win():
+    assert tiles.for_chip("910b-1.2.0").gemm("linear", HALF, 1, 128, 64, 24).sizes["TILE_N"] == 64
+
+
+def test_tuned_rows_win_where_they_fit_and_only_there():
+    table = tiles.for_chip("sm_90", [TUNED])
+    assert table.gemm("linear", HALF, 16, 4096, 4096, 132) is TUNED
+    assert table.gemm("linear", HALF, 17, 4096, 4096, 132) is not TUNED
+    assert table.gemm("linear", HALF, 16, 4096, 2048, 132) is not TUNED
+    assert table.gemm("gated", HALF, 16, 4096, 4096, 132) is not TUNED
+
+
+def test_merge_replaces_a_place_as_a_whole():
+    old = [replace(TUNED, options={"num_warps": w}) for w in (4, 8)]
+    other = replace(TUNED, max_rows=64)
+    assert tiles.merge([TUNED], [*old, other]) == (TUNED, other)
+
+
+def test_an_unknown_chip_is_named_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"'sm_10'; there are tables for 910b-1\.1\.0, "):
+        tiles.for_chip("sm_10")
+
+
+def test_tables_survive_a_file(tmp_path):
+    path = tmp_path / "deeper" / "tiles.json"
+    tiles.save(path, [TUNED], "H", "triton 3.9.0")
+    assert tiles.load(path, "H", "triton 3.9.0") == ((TUNED,), None)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "device, compiler, reason",
+    [
+        ("A", "triton 3.9.0", "device 'H', here it is 'A'"),
+        ("H", "triton 4", "here it is 'triton 4'"),
+    ],
+)
+def test_tables_of_another_device_or_compiler_are_not_used(tmp_path, device, compiler, reason):
+    tiles.save(tmp_path / "t.json", [TUNED], "H", "triton 3.9.0")
+    rows, why = tiles.load(tmp_path / "t.json", device, compiler)
+    assert rows == () and reason in why
+
+
+def test_a_missing_table_is_no_error(tmp_path):
+    rows, why = tiles.load(tmp_path / "t.json", "H", "triton 3.9.0")
+    assert rows == () and why.endswith("t.json does not exist")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}', "\udcff"])
+def test_a_file_that_is_no_table_is_an_error_with_its_name(tmp_path, text):
+    (tmp_path / "t.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"t\.json is not a tile table"):
+        tiles.load(tmp_path / "t.json", "H", "triton 3.9.0")
+
+
+def test_a_table_with_a_foreign_field_is_an_error(tmp_path):
+    tiles.save(tmp_path / "t.json", [TUNED], "H", "c")
+    text = (tmp_path / "t.json").read_text().replace('"max_rows"', '"most_rows"')
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ConfigError, match="most_rows"):
+        tiles.load(tmp_path / "t.json", "H", "c")

@@ -207,7 +207,7 @@ def example(engine: "TextEngine", url: str) -> str:
     body = {
         "model": engine.model_names[0],
         "messages": [{"role": "user", "content": "Hello!"}],
-        "max_tokens": 50,
+        "temperature": 0,
     }
     where = f"{url}/v1/chat/completions"
     if url.startswith("unix://"):
@@ -218,14 +218,15 @@ def example(engine: "TextEngine", url: str) -> str:
 
 
 async def _log_stats(engine: "TextEngine", period_s: float) -> None:
-    before = engine.snapshot()
+    clock = asyncio.get_running_loop().time
+    before, then = engine.snapshot(), clock()
     while True:
         await asyncio.sleep(period_s)
-        now = engine.snapshot()
-        line = stats_line(before, now, period_s)
+        now, at = engine.snapshot(), clock()
+        line = stats_line(before, now, at - then)
         if line is not None:
             log.info("%s", line)
-        before = now
+        before, then = now, at
 
 
 def stats_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> str | None:

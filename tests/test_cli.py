@@ -1,0 +1,269 @@
+"""The `xylite` command: exit codes, what it prints and where, start and stop of the server."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import xylite
+from tests.http.fake_engine import FakeEngine
+from xylite import cli
+
+ROOT = Path(__file__).parent.parent
+
+# The command with a scripted engine in place of the model.
+FAKE = """
+import sys
+from tests.http.fake_engine import FakeEngine
+from xylite import cli, text_engine
+
+class Engine(FakeEngine):
+    def __init__(self, config):
+        if config.model == "broken":
+            from xylite.errors import ConfigError
+            raise ConfigError("model.safetensors: tensor lm_head.weight is missing")
+        super().__init__()
+        self.config = config
+    async def __aenter__(self):
+        return self
+    async def __aexit__(self, *exc):
+        print("engine closed", file=sys.stderr)
+    async def generate(self, prompt, params):
+        async for event in await self.submit(prompt, params):
+            yield event
+    def snapshot(self):
+        return {**super().snapshot(), "prefix_queries": 10, "prefix_hits": 5}
+
+text_engine.TextEngine = Engine
+cli.STATS_PERIOD_S = 0.05
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+Run = Callable[..., "tuple[int, str, str]"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run(words...) -> exit code, stdout, stderr; in this process, without XYLITE_ variables."""
+
+    def command(*words: str, **environment: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(cli, "environment", lambda: environment)
+        code = cli.main(words)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return command
+
+
+def fake(*words: str) -> list[str]:
+    return [sys.executable, "-c", FAKE, *words]
+
+
+def test_version_and_help_go_to_stdout(run: Run):
+    assert run("--version") == (0, f"xylite {xylite.__version__}\n", "")
+    for words in ([], ["--help"], ["-h"], ["bench"]):
+        code, out, err = run(*words)
+        assert (code, err) == (0, "")
+        assert "xylite" in out and "bench serve" in out
+    for command in ("serve", "complete", "bench serve"):
+        code, out, err = run(*command.split(), "--help")
+        assert (code, err) == (0, "")
+        assert out.startswith(f"usage: xylite {command}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sevre"], "xylite: error: no command 'sevre'; did you mean serve?\n"),
+        (["x"], "xylite: error: no command 'x'; there are serve, complete, bench serve\n"),
+        (["bench", "latency"], "xylite: error: no command 'bench latency'; "),
+        (["serve", "--max-num-seqs", "0"], "xylite serve: error: --max-num-seqs: expected int >="),
+        (["serve", "--port", "http"], "xylite serve: error: --port: expected a whole number"),
+        (["serve", "--trust-remote-code"], "never runs code that comes with a model"),
+        (["serve", "--max-model-length", "3"], "did you mean --max-model-len?"),
+        (["bench", "serve", "--goodput", "x"], "xylite bench serve: error: --goodput"),
+    ],
+)
+def test_wrong_usage_is_one_line_on_stderr_and_code_2(run: Run, words: list[str], said: str):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_wrong_environment_is_wrong_usage(run: Run):
+    code, _, err = run("serve", max_num_seqs="none")
+    assert code == 2
+    assert "XYLITE_MAX_NUM_SEQS" in err
+
+
+@pytest.mark.parametrize("words", [["serve"], ["complete"], ["complete", "m", "text"]])
+def test_a_model_that_is_not_there_is_one_line_and_code_2(words: list[str], tmp_path: Path):
+    if words[-1] == "text":
+        words = ["complete", str(tmp_path / "none"), "text"]
+    else:
+        words = [*words, str(tmp_path / "none")]
+    child = subprocess.run(
+        [sys.executable, "-m", "xylite", *words],
+        input="x",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert child.returncode == 2, child.stderr
+    assert child.stdout == ""
+    assert child.stderr.count("\n") == 1
+    assert str(tmp_path / "none") in child.stderr
+
+
+def test_help_loads_neither_torch_nor_the_server():
+    script = (
+        "import sys; from xylite.cli import main; main(['serve', '--help'])\n"
+        "heavy = {'torch', 'numpy', 'aiohttp', 'tokenizers', 'uvloop'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.alone
+def test_help_takes_less_than_a_third_of_a_second():
+    times: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "xylite", "--help"], check=True, stdout=-3, cwd=ROOT)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3
+
+
+class Served:
+    """`xylite serve` in a process of its own; its stderr as it comes."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+        self.log = ""
+
+    async def until(self, pattern: str) -> re.Match[str]:
+        """Reads the log until it has the pattern."""
+        async with asyncio.timeout(60):
+            while (found := re.search(pattern, self.log)) is None:
+                assert self.process.stderr is not None
+                line = await self.process.stderr.readline()
+                assert line, f"it ended without {pattern!r}:\n{self.log}"
+                self.log += line.decode()
+            return found
+
+    async def end(self) -> int:
+        async with asyncio.timeout(60):
+            _, rest = await self.process.communicate()
+        self.log += rest.decode()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Callable[..., Any]]:
+    """served(words...) -> Served."""
+    processes: list[asyncio.subprocess.Process] = []
+
+    async def start(*words: str) -> Served:
+        process = await asyncio.create_subprocess_exec(
+            *fake("serve", *words), stdout=-3, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+        )
+        processes.append(process)
+        return Served(process)
+
+    yield start
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def test_serve_says_what_runs_where_and_its_curl_line_works(served: Callable[..., Any]):
+    server = await served("my/model", "--port", "0", "--max-num-seqs", "5")
+    url = (await server.until(r"URL +(http://127\.0\.0\.1:\d+)\n")).group(1)
+    curl = (await server.until(r"try +curl (\S+) -H .* -d '(.*)'\n")).groups()
+    assert "fake (my/model)" in server.log
+    assert "64 blocks of 16 = 1024 tokens" in server.log
+    assert "at most 5 sequences" in server.log
+    assert curl[0] == f"{url}/v1/chat/completions"
+    async with aiohttp.ClientSession() as session:
+        async with session.post(curl[0], json=json.loads(curl[1])) as response:
+            assert response.status == 200
+            assert (await response.json())["choices"][0]["message"]["content"] == "Hi!"
+    await server.until(r"generation \d+\.\d tok/s, running 0, waiting 3, KV use 25.0%")
+    server.process.send_signal(signal.SIGTERM)
+    assert await server.end() == 0
+    assert "engine closed" in server.log
+    assert "Traceback" not in server.log
+
+
+async def test_a_port_in_use_is_one_line_and_code_2(served: Callable[..., Any]):
+    first = await served("--port", "0", "--disable-log-stats")
+    port = (await first.until(r"URL +http://127\.0\.0\.1:(\d+)")).group(1)
+    second = await served("--port", port)
+    assert await second.end() == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in second.log
+    assert "Traceback" not in second.log
+    assert "tok/s" not in first.log
+
+
+async def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2(served: Callable[..., Any]):
+    server = await served("broken")
+    assert await server.end() == 2
+    assert server.log == (
+        "xylite serve: error: model.safetensors: tensor lm_head.weight is missing\n"
+    )
+
+
+def test_a_socket_in_the_file_system_has_a_curl_line_too():
+    line = cli.example(FakeEngine(), "unix:///run/x y.sock")  # type: ignore
+    assert line.startswith("curl --unix-socket '/run/x y.sock' http://localhost/v1/chat")
+
+
+def snapshot(**changes: float) -> Mapping[str, Any]:
+    base = {"prompt_tokens": 0, "generation_tokens": 0, "prefix_queries": 0, "prefix_hits": 0}
+    return {**base, "num_running": 0, "num_waiting": 0, "kv_usage": 0.0, **changes}
+
+
+def test_stats_are_rates_since_the_last_line():
+    before = snapshot(prompt_tokens=100, generation_tokens=10, prefix_queries=50, prefix_hits=50)
+    now = snapshot(
+        prompt_tokens=300,
+        generation_tokens=60,
+        prefix_queries=150,
+        prefix_hits=75,
+        num_running=2,
+        num_waiting=1,
+        kv_usage=0.123,
+    )
+    assert cli.stats_line(before, now, 10.0) == (
+        "prompt 20.0 tok/s, generation 5.0 tok/s, running 2, waiting 1, "
+        "KV use 12.3%, prefix hits 25.0%"
+    )
+
+
+def test_no_stats_without_work():
+    assert cli.stats_line(snapshot(), snapshot(kv_usage=0.5), 10.0) is None
+    assert cli.stats_line(snapshot(), snapshot(num_waiting=1), 10.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin"),
+    [(["m", "text"], ""), (["m", "-p", "text"], ""), (["m"], "text"), (["m", "--chat"], "text")],
+)
+def test_complete_prints_the_text_only(words: Sequence[str], stdin: str):
+    child = subprocess.run(
+        fake("complete", *words), input=stdin, capture_output=True, text=True, cwd=ROOT
+    )
+    assert (child.returncode, child.stdout) == (0, "Hi!\n"), child.stderr

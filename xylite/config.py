@@ -115,9 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "scheduler",
         ),
     ] = None
-    async_scheduling: Annotated[bool, about("Plan iteration k+1 while k runs.", "scheduler")] = (
-        True
-    )
+    async_scheduling: Annotated[bool, about("Plan iteration k+1 while k runs.", "scheduler")] = True
     speculative_config: Annotated[
         dict[str, Any] | None,
         about(

@@ -151,6 +151,38 @@ def test_parts_of_a_cut_tile_fill_their_rows_of_the_partial_results_once(seed):
             assert a["kv_end"] == b["kv_start"]
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_partial_results_never_have_more_rows_than_the_limit(invariant):
+    rng = np.random.default_rng(7)
+    most = 0.0
+    for _ in range(150):
+        cores, kv_tile = int(rng.integers(1, 12)), int(rng.choice([16, 64, 128]))
+        classes = (16, 64) if rng.random() < 0.5 else (16,)
+        n = int(rng.integers(1, 12))
+        past = rng.integers(0, int(rng.choice([100, 9000])), n).tolist()
+        chunks = rng.choice([1, 1, 3, 40], n).tolist()
+        table = task_table.build(
+            make_table(past, chunks),
+            num_kv_heads=2,
+            group=2,
+            tile_classes=classes,
+            kv_tile=kv_tile,
+            num_cores=cores,
+            batch_invariant=invariant,
+        )
+        limit = task_table.max_part_rows(
+            tile_classes=classes,
+            kv_tile=kv_tile,
+            num_cores=cores,
+            batch_invariant=invariant,
+            num_rows=4 * sum(chunks),
+            max_len=max(p + c for p, c in zip(past, chunks, strict=True)),
+        )
+        assert table.parts[1] <= limit
+        most = max(most, table.parts[1] / max(limit, 1))
+    assert most > 0.3  # the limit is not absurdly high
+
+
 def test_no_task_exceeds_a_quarter_of_the_mean_core_load():
     table = task_table.build(
         make_table([0, 9000, 20_000, 50], [700, 1, 40, 1]),

@@ -105,6 +105,10 @@ def _cut_evenly(tiles: dict[str, I64], kv_tile: int, cap: float) -> tuple[I64, I
     return counts, tile, start, end
 
 
+def _invariant_cut(kv_tile: int) -> int:
+    return max(INVARIANT_CUT // kv_tile, 1) * kv_tile
+
+
 def _cut_at_multiples(tiles: dict[str, I64], cut: int) -> tuple[I64, I64, I64, I64]:
     """Parts that end at multiples of `cut` keys, whatever else is in the batch."""
     first = tiles["kv_start"] // cut
@@ -170,8 +174,7 @@ def build(
     tiles = _tiles(table, group, window, tile_classes, kv_tile)
     keys = tiles["kv_end"] - tiles["kv_start"]
     if batch_invariant:
-        cut = max(INVARIANT_CUT // kv_tile, 1) * kv_tile
-        counts, tile, kv_start, kv_end = _cut_at_multiples(tiles, cut)
+        counts, tile, kv_start, kv_end = _cut_at_multiples(tiles, _invariant_cut(kv_tile))
     else:
         total = int((tiles["tile_q"] * keys).sum()) * num_kv_heads
         counts, tile, kv_start, kv_end = _cut_evenly(tiles, kv_tile, total / num_cores / CAP_SHARE)
@@ -209,6 +212,28 @@ def build(
         classes.append(TaskList(size, tasks[mine], core_start.astype(np.int32)))
     merges = _merges(tiles, counts, part_of_head[is_cut], num_kv_heads)
     return TaskTable(tuple(classes), merges, np.array([len(merges), starts[-1]], np.int32))
+
+
+def max_part_rows(
+    *,
+    tile_classes: tuple[int, ...],
+    kv_tile: int,
+    num_cores: int,
+    batch_invariant: bool = False,
+    num_rows: int = 0,
+    max_len: int = 0,
+) -> int:
+    """How many rows the partial results of any iteration can have, for `build`'s settings.
+
+    By load, a tile of load > cap is cut at no less than half the cap, so into at most
+    2 * load / cap + 1 parts; loads sum up to CAP_SHARE * num_cores caps.
+    num_rows, max_len  with batch_invariant: packed rows of an iteration, all KV heads together,
+                       and keys of the longest sequence
+    """
+    if batch_invariant:
+        cut = _invariant_cut(kv_tile)
+        return num_rows * -(-max_len // cut) if max_len > cut else 0
+    return 3 * CAP_SHARE * num_cores * tile_classes[-1]
 
 
 def core_loads(table: TaskTable) -> I64:

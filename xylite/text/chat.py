@@ -14,7 +14,7 @@ from typing import Any
 from xylite.errors import RequestError
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
-from xylite.text.written import spans_of, written
+from xylite.text.written import plain, spans_of, written
 
 MAX_MESSAGES = 8192
 MAX_CHAT_CHARS = 16 * 2**20  # of all strings in messages, tools and template arguments
@@ -25,6 +25,7 @@ MAX_NESTING = 100
 ROLES = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
 )
+_TEXT_PARTS = ("text", "refusal", "thinking")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # What template_kwargs may not set: the conversation itself, options of transformers'
@@ -35,7 +36,17 @@ RESERVED_KWARGS = frozenset(
         *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self", "loop"),
         *("raise_exception", "strftime_now", "additional_special_tokens", "extra_special_tokens"),
-        *("range", "dict", "namespace", "cycler", "joiner", "lipsum", "caller", "varargs", "kwargs"),
+        *(
+            "range",
+            "dict",
+            "namespace",
+            "cycler",
+            "joiner",
+            "lipsum",
+            "caller",
+            "varargs",
+            "kwargs",
+        ),
     )
 )
 
@@ -85,10 +96,11 @@ def encode_prompt(
     raw_control_tokens: bool = False,
 ) -> list[int]:
     """Ids of what `render_chat` gave: control tokens where the template wrote them, else text."""
+    text = plain(prompt)
     if raw_control_tokens:
-        return tokenizer.encode(prompt, add_special_tokens)
-    spans = [s for a, b in spans_of(prompt) for s in tokenizer.control_spans(prompt, a, b)]
-    return tokenizer.encode_marked(prompt, spans, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens)
+    spans = [s for a, b in spans_of(prompt) for s in tokenizer.control_spans(text, a, b)]
+    return tokenizer.encode_marked(text, spans, add_special_tokens)
 
 
 def render_chat(
@@ -176,7 +188,8 @@ def _prepared(index: int, message: Mapping[str, Any], template: ChatTemplate) ->
     out["role"] = written(role) if role in ROLES else role
     out["content"] = _content(where, message.get("content"), template)
     reasoning = next(
-        (r for k in ("reasoning_content", "reasoning") if isinstance(r := message.get(k), str)), None
+        (r for k in ("reasoning_content", "reasoning") if isinstance(r := message.get(k), str)),
+        None,
     )
     if reasoning is not None:
         out["reasoning_content"] = out["reasoning"] = reasoning
@@ -200,9 +213,11 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        # A part may be a bare string, and its text stands under the name of its type.
-        text = part if isinstance(part, str) else part.get(kind) if isinstance(part, Mapping) else 0
-        if kind not in ("text", "refusal", "thinking"):
+        # A part may be a bare string; otherwise its text stands under the name of its type.
+        text = part if isinstance(part, str) else None
+        if isinstance(part, Mapping) and isinstance(kind, str):
+            text = part.get(kind)
+        if kind not in _TEXT_PARTS:
             raise RequestError(
                 f"{where}.content[{i}] is of type {kind!r:.80}; this model takes text only",
                 param=f"{where}.content[{i}]",

@@ -9,10 +9,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
+from string import Formatter
 from typing import Any
 
 import jinja2
@@ -22,7 +23,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
-from markupsafe import Markup
 
 from xylite.errors import ConfigError, RequestError
 from xylite.text.written import Written, format_written, joined, written
@@ -33,6 +33,8 @@ MAX_BUILT_CHARS = 8 * MAX_RENDERED_CHARS  # all intermediate texts together
 MAX_LIST = 10**6
 MAX_WIDTH = 10**4  # of padding, indentation, a number's digits, ...
 MAX_SOURCE_CHARS = 2**20
+
+_PERCENT = re.compile(r"%(?:\([^)]*\))?([^a-zA-Z%(]*)")  # flags, width, precision
 
 # Filters whose numbers are widths or counts, and filters that print what they are given.
 _WIDE = frozenset(("batch", "center", "indent", "round", "slice", "truncate", "wordwrap"))
@@ -134,7 +136,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     written = staticmethod(written)
 
     def __init__(self, now: Callable[[], datetime]):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         self.in_thread = threading.local()  # its `budget` is what this thread's rendering has left
         self.concat = self._concat  # type: ignore[method-assign]
         for name, function in list(self.filters.items()):
@@ -241,23 +245,25 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str | bytes):
             if isinstance(left, bytes):
                 raise _Refused("the chat template formats bytes")
-            self._check_format(left, right)
+            self._check_format(_PERCENT.findall(left), right)
         return super().call_binop(context, operator, left, right)
 
-    def _check_format(self, template: str, values: Any) -> None:
-        """Refuse a format string whose result is too long."""
-        widths = [int(x) for x in re.findall(r"\d+", template)]
+    def _check_format(self, specs: Iterable[str], values: Any) -> None:
+        """Refuse formatting whose result is too long; a spec is what says a value's width."""
+        widths: list[int] = []
+        for spec in specs:
+            if "*" in spec or "{" in spec:
+                raise _Refused("the chat template formats with a width given as an argument")
+            widths += map(int, re.findall(r"\d+", spec))
         self._widths(*widths)
-        if re.search(r"%[^%a-zA-Z]*\*", template):
-            raise _Refused("the chat template formats with a width given as an argument")
-        self._left().spend(len(template) + sum(widths))
+        self._left().spend(sum(widths))
         self._measure(values)
 
     def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
         if args and kwargs:
             raise TypeError("format takes positional or named values, not both")
         template = self.to_text(value)
-        self._check_format(template, (args, kwargs))
+        self._check_format(_PERCENT.findall(template), (args, kwargs))
         return template % (kwargs or args)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -267,9 +273,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         template = value.__self__
 
         def guarded(*args: Any, **kwargs: Any) -> str:
-            if "{" in "".join(re.findall(r":[^{}]*\{", template)):
-                raise _Refused("the chat template formats with a width given as an argument")
-            self._check_format(template, (args, kwargs))
+            specs = [spec or "" for _, _, spec, _ in Formatter().parse(template)]
+            self._check_format(specs, (args, kwargs))
             if isinstance(template, Written) and value.__name__ == "format":
                 return format_written(SandboxedFormatter(self), template, args, kwargs)
             return str(usual(*args, **kwargs))
@@ -280,17 +285,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.tick()
         text = getattr(obj, "__self__", None)
         if isinstance(text, str | bytes):
+            # jinja2 adds its loop's variables to every call's arguments.
+            options = [*args, *(v for k, v in kwargs.items() if k[0] != "_")]
             name = obj.__name__
-            if name == "replace" and isinstance(text, str):
-                return self._replace(text, *args, **kwargs)
-            if name == "join" and isinstance(text, str) and len(args) == 1:
-                return self._joined(text, args[0])
-            if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"):
-                self._widths(*args, *kwargs.values())
-                width = max((x for x in (*args, *kwargs.values()) if isinstance(x, int)), default=8)
-                self._left().spend(len(text) + width * (1 + len(text) * (name == "expandtabs")))
-            else:
-                self._left().spend(len(text))
+            if name == "replace" and isinstance(text, str) and len(options) in (2, 3):
+                return self._replace(text, *options)
+            if name == "join" and isinstance(text, str) and len(options) == 1:
+                return self._joined(text, options[0])
+            self._left().spend(len(text))
+            if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+                self._widths(*options)
+                width = max(map(_width, options), default=8)
+                self._left().spend(width * (len(text) if name == "expandtabs" else 1))
         return super().call(context, obj, *args, **kwargs)
 
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = -1) -> str:

@@ -133,7 +133,11 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     names = [
         *_special_tokens(checkpoint).values(),
-        *(t for x in (extra.values() if isinstance(extra, Mapping) else extra) if (t := _content(x))),
+        *(
+            t
+            for x in (extra.values() if isinstance(extra, Mapping) else extra)
+            if (t := _content(x))
+        ),
     ]
     present = {t.content: t for t in inner.get_added_tokens_decoder().values()}
     for name in names:
@@ -147,7 +151,9 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
         def boundary(name: str) -> tuple[str, int] | None:
             token = special.get(f"{name}_token")
             i = inner.token_to_id(token) if token else None
-            return (token, i) if config.get(f"add_{name}_token") and token and i is not None else None
+            return (
+                (token, i) if config.get(f"add_{name}_token") and token and i is not None else None
+            )
 
         add_boundary_tokens(inner, boundary("bos"), boundary("eos"))
     return inner
@@ -222,9 +228,10 @@ class Tokenizer:
         }
         # Some models have thousands of control tokens: find their beginnings, then look them up.
         self._lengths = sorted({len(t) for t in self.control_tokens}, reverse=True)
-        head = min(4, *self._lengths, 4)
-        heads = sorted({t[:head] for t in self.control_tokens})
-        self._heads = re.compile("|".join(map(re.escape, heads)) or r"(?!)")
+        self._head = min(4, *self._lengths, 4)
+        self._heads = frozenset(t[: self._head] for t in self.control_tokens)
+        firsts = "".join(sorted({t[0] for t in self.control_tokens}))
+        self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
         self._inner = inner
 
     @classmethod
@@ -253,12 +260,15 @@ class Tokenizer:
     def control_spans(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
         """Where text[start:end] spells control tokens, leftmost and longest first."""
         spans: list[tuple[int, int]] = []
-        while match := self._heads.search(text, start, end):
+        while match := self._first.search(text, start, end):
             a = match.start()
-            fits = (b for n in self._lengths if (b := a + n) <= end)
-            start = next((b for b in fits if text[a:b] in self.control_tokens), a + 1)
-            if start > a + 1 or text[a:start] in self.control_tokens:
-                spans.append((a, start))
+            start = a + 1
+            if text[a : a + self._head] in self._heads:
+                for n in self._lengths:
+                    if a + n <= end and text[a : a + n] in self.control_tokens:
+                        start = a + n
+                        spans.append((a, start))
+                        break
         return spans
 
     def encode_marked(
@@ -318,9 +328,7 @@ class Tokenizer:
         Equals what Detokenizer gives for the same ids, however they are cut.
         """
         text = b"".join(
-            self.token_bytes(i)
-            for i in ids
-            if not (skip_special_tokens and i in self._special_ids)
+            self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids)
         ).decode("utf-8", "replace")
         return text[1:] if self.decoding.strip_first and text.startswith(" ") else text
 

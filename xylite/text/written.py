@@ -9,6 +9,7 @@ client's text pass for the template's.
 
 import re
 import string
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
@@ -72,10 +73,10 @@ class Written(str):
 
     def _cut(self, start: int, end: int) -> str:
         text = str.__getitem__(self, slice(start, end))
+        first = max(bisect_left(self._spans, (start, start)) - 1, 0)
+        near = self._spans[first : bisect_left(self._spans, (end, end))]
         spans = tuple(
-            (max(a, start) - start, min(b, end) - start)
-            for a, b in self._spans
-            if a < end and b > start
+            (max(a, start) - start, min(b, end) - start) for a, b in near if a < end and b > start
         )
         return Written(text, spans) if spans else text
 
@@ -116,7 +117,9 @@ class Written(str):
         out: list[str] = []
         for item in iterable:
             if not isinstance(item, str):
-                raise TypeError(f"sequence item: expected str instance, {type(item).__name__} found")
+                raise TypeError(
+                    f"sequence item: expected str instance, {type(item).__name__} found"
+                )
             out += (self, item) if out else (item,)
         return joined(out)
 
@@ -155,6 +158,11 @@ def spans_of(text: str) -> tuple[Span, ...]:
     return text._spans if isinstance(text, Written) else ()
 
 
+def plain(text: str) -> str:
+    """The same text as an ordinary string."""
+    return str.__getitem__(text, slice(None))
+
+
 def _between(separator: str, parts: list[str]) -> list[str]:
     out = [separator] * (2 * len(parts) - 1)
     out[::2] = parts
@@ -162,7 +170,7 @@ def _between(separator: str, parts: list[str]) -> list[str]:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """"".join(parts), knowing of each part what was written."""
+    """ "".join(parts), knowing of each part what was written."""
     parts = list(parts)
     text = "".join(parts)
     spans: list[Span] = []

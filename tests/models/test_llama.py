@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models import tiny
-from tests.models.driver import Chunk, Driver, random_schedule
 from torch import Tensor
 
+from tests.models import tiny
+from tests.models.driver import Chunk, Driver, random_schedule
 from xylite import models, ops, tree
 from xylite.checkpoint import open_checkpoint
 from xylite.models import layers, weights

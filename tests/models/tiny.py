@@ -33,8 +33,15 @@ def config(**changes: Any) -> dict[str, Any]:
     return {**CONFIG, **changes}
 
 
+def shapes(cfg: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor under Hugging Face's names."""
+    family, spec = models.describe(cfg)
+    leaves = tree.leaves(family.abstract(spec))
+    return {p.name: (p.rows, *leaf.shape[1:]) for leaf in leaves for p in leaf.parts}
+
+
 def tensors(cfg: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Random weights under Hugging Face's names, far from any symmetry that could hide a mistake."""
+    """Random weights under Hugging Face's names, none of them alike."""
     family, spec = models.describe(cfg)
     generator = torch.Generator().manual_seed(seed)
     made = {}

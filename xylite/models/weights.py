@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -143,7 +144,15 @@ def weight_bytes(params: Any) -> int:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has had in memory so far."""
+    """Most bytes this process has had in memory so far.
+
+    Linux's ru_maxrss starts at the parent's peak, so its own counter comes first.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

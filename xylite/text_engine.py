@@ -1,16 +1,56 @@
 """TextEngine: an engine that takes messages or a prompt and gives text.
 
-Engine + tokenizer + chat template. Stop strings, detokenisation, log-probabilities and usage are cut
-here, alike for every caller; HTTP handlers, the `LLM` class and the CLI are thin users of it.
+Engine + tokenizer + chat template. Stop strings, detokenisation, log-probabilities and usage are
+cut here, alike for every caller; HTTP handlers, the `LLM` class and the CLI are thin users of it.
 """
 
+import asyncio
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from xylite.config import EngineConfig
-from xylite.errors import XyliteError
-from xylite.runtime.request import FinishReason, Limits, SamplingParams
+from xylite.checkpoint import Checkpoint, open_checkpoint
+from xylite.config import EngineConfig, checked
+from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, XyliteError
+from xylite.runtime.engine import Engine, TokenStream
+from xylite.runtime.request import (
+    FinishReason,
+    Limits,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    check_params,
+    make_request,
+)
+from xylite.runtime.stats import Observer
+from xylite.text.chat import encode_chat
+from xylite.text.detokenize import Detokenizer
+from xylite.text.stop import StopChecker, check_stops
+from xylite.text.template import ChatTemplate
+from xylite.text.tokenizer import Tokenizer
+
+INLINE_CHARS: Final = 4096  # longer texts are encoded in a thread, so that the loop goes on
+
+# generation_config.json's names that SamplingParams knows, with the values that mean "off" there
+_DEFAULTS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +92,23 @@ class TextEvent:
     error: XyliteError | None = None
 
 
+class _SequenceText:
+    """Text of one sequence: detokeniser, stop strings, and where it has got to."""
+
+    __slots__ = ("detokenizer", "is_done", "num_output", "stops")
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams):
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            prompt[-4:],
+            params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        self.stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self.num_output = 0
+        self.is_done = False
+
+
 class TextStream:
     """The answer to one accepted request: iterate it, or `aclose()` it to stop the work.
 
@@ -59,15 +116,89 @@ class TextStream:
     request_id        the engine's id of the request
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
+    def __init__(self, engine: "TextEngine", stream: TokenStream, end_tokens: frozenset[int]):
+        self.request_id = stream.request.id
+        self.prompt_token_ids = stream.request.prompt
+        self._engine = engine
+        self._stream = stream
+        self._params = stream.request.params
+        self._end_tokens = end_tokens
+        self._texts = [
+            _SequenceText(engine.tokenizer, stream.request.prompt, self._params)
+            for _ in range(self._params.n)
+        ]
+        self._ready: deque[TextEvent] = deque()
 
-    def __aiter__(self) -> AsyncIterator[TextEvent]:
-        raise NotImplementedError
+    def __aiter__(self) -> "TextStream":
+        return self
+
+    async def __anext__(self) -> TextEvent:
+        while not self._ready:
+            event = self._cut(await self._stream.__anext__())
+            if event is not None:
+                return event
+        return self._ready.popleft()
+
+    def take_ready(self) -> list[TextEvent]:
+        """Events that can be had without waiting."""
+        for event in self._stream.take_ready():
+            text_event = self._cut(event)
+            if text_event is not None:
+                self._ready.append(text_event)
+        events = list(self._ready)
+        self._ready.clear()
+        return events
 
     async def aclose(self) -> None:
         """Stop the work and free what it held; does nothing if it has ended."""
-        raise NotImplementedError
+        self._stream.cancel()
+
+    def _cut(self, event: TokenEvent) -> TextEvent | None:
+        """The text of a token event, up to the first stop string; None after the end."""
+        text = self._texts[event.index]
+        if text.is_done:
+            return None
+        pieces: list[str] = []
+        delivered = 0
+        matched: str | None = None
+        for token in event.tokens:
+            delivered += 1
+            text.num_output += 1
+            if token == event.stop_token and not self._params.include_stop_str_in_output:
+                continue  # it ends the sequence; its text is not part of the answer
+            enough = text.num_output > self._params.min_tokens
+            piece = text.detokenizer.add((token,))
+            if not piece:
+                continue
+            if not enough:
+                pieces.append(piece)
+                continue
+            piece, matched = text.stops.add(piece)
+            pieces.append(piece)
+            if matched is not None:
+                break
+        finish, stop_reason = event.finish_reason, None
+        if matched is not None:
+            finish, stop_reason = "stop", matched
+            self._stream.stop(event.index)
+        elif finish is not None:
+            piece, matched = text.stops.add(text.detokenizer.finish())
+            pieces += (piece, "" if matched is not None else text.stops.flush())
+            if event.stop_token is not None and event.stop_token not in self._end_tokens:
+                stop_reason = event.stop_token
+        text.is_done = finish is not None
+        return TextEvent(
+            index=event.index,
+            text="".join(pieces),
+            token_ids=event.tokens[:delivered],
+            logprobs=self._engine.text_logprobs(event.logprobs, delivered),
+            prompt_logprobs=self._engine.text_logprobs(event.prompt_logprobs),
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            num_cached=event.num_cached,
+            num_output=text.num_output,
+            error=event.error,
+        )
 
 
 class TextEngine:
@@ -81,37 +212,150 @@ class TextEngine:
     model_names       names clients may use; the first is the main one
     limits            what a request may ask for
     sampling_defaults fields of SamplingParams that the model's generation_config sets
-    state             "loading", "ready", "draining", "dead" (the engine failed: restart the process)
+    tokenizer         the model's tokenizer
+    state             "loading", "ready", "draining", "closed", or "dead" (the engine failed:
+                      restart the process)
     created           Unix time of the start
+    observers         told about every ended request
     """
 
-    config: EngineConfig
-    model_names: tuple[str, ...]
     limits: Limits
-    sampling_defaults: Mapping[str, Any]
-    state: str
-    created: int
+    tokenizer: Tokenizer
 
     def __init__(self, config: EngineConfig):
-        self.config = config
+        self.config = checked(config)
+        self.created = int(time.time())
+        self.model_names: tuple[str, ...] = config.served_model_name or (_model_name(config),)
+        self.sampling_defaults: Mapping[str, Any] = {}
+        self.observers: list[Observer] = []
+        self._template: ChatTemplate | None = None
+        self._end_tokens: frozenset[int] = frozenset()
+        self._engine: Engine | None = None
+        self._threads: list[ThreadPoolExecutor] = []
+        self._num_requests = 0
+        self._nonce = secrets.token_hex(4)
+
+    @property
+    def state(self) -> str:
+        return "loading" if self._engine is None else self._engine.state
 
     async def __aenter__(self) -> "TextEngine":
-        raise NotImplementedError
+        assert self._engine is None, "a TextEngine is entered once"
+        loop = asyncio.get_running_loop()
+        device = ThreadPoolExecutor(1, thread_name_prefix="xylite-device")
+        texts = ThreadPoolExecutor(2, thread_name_prefix="xylite-text")
+        self._threads = [device, texts]
+        try:
+            checkpoint = await loop.run_in_executor(texts, self._open)
+            # Imported here: everything above works, and fails, without waiting for torch.
+            from xylite.runtime.build import build
+
+            parts = await loop.run_in_executor(
+                device, build, self.config, checkpoint, self.tokenizer.vocab_size
+            )
+        except BaseException:
+            self._stop_threads()
+            raise
+        self.config, self.limits = parts.config, parts.limits
+        self._engine = Engine(
+            parts.scheduler,
+            parts.tabulator,
+            parts.executor,
+            device,
+            num_words=parts.num_words,
+            async_scheduling=self.config.async_scheduling,
+            watchdog_s=self.config.watchdog_timeout,
+        )
+        self._engine.observers = self.observers
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
-        raise NotImplementedError
+        if self._engine is not None:
+            await self._engine.close()
+        self._stop_threads()
+
+    def _stop_threads(self) -> None:
+        for pool in self._threads:
+            pool.shutdown(wait=self.state != "dead", cancel_futures=True)
+        self._threads = []
+
+    def _open(self) -> Checkpoint:
+        """Read everything but the weights."""
+        config = self.config
+        checkpoint = open_checkpoint(
+            config.model,
+            tokenizer_dir=config.tokenizer,
+            with_weights=config.load_format != "dummy",
+        )
+        if (
+            config.load_format in ("safetensors", "gguf")
+            and checkpoint.format != config.load_format
+        ):
+            raise ConfigError(
+                f"load_format is {config.load_format}, but {checkpoint.path} is in "
+                f"{checkpoint.format} form",
+                param="load_format",
+            )
+        self.tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        source = checkpoint.chat_template
+        if config.chat_template is not None:
+            source = _read_template(config.chat_template)
+        if source is not None:
+            self._template = ChatTemplate(source, self.tokenizer.special_tokens)
+        self._end_tokens = self.tokenizer.end_tokens(checkpoint)
+        self.sampling_defaults = _sampling_defaults(config, checkpoint.generation_config)
+        return checkpoint
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise Overloaded("the model is still loading", code="loading", retry_after_s=5)
+        return self._engine
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; control tokens in it are recognised, as tokenizers do."""
-        raise NotImplementedError
+        self._check_length(text)
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before spending time on its tokens."""
+        if self.tokenizer.too_long(text, self.limits.max_model_len):
+            raise RequestError(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
+                f"However, the text has {len(text)} characters, which are more tokens than that.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    async def _in_thread(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads[1], lambda: function(*args, **kwargs))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; RequestError if one is outside the vocabulary."""
-        raise NotImplementedError
+        return self.tokenizer.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, as log-probabilities show it."""
-        raise NotImplementedError
+        return self.tokenizer.token_text(token_id)
+
+    def text_logprobs(
+        self, entries: Sequence[TokenLogprob | None] | None, num: int | None = None
+    ) -> tuple[Any, ...] | None:
+        """The first `num` of the entries, with their tokens as text."""
+        if entries is None:
+            return None
+        tokenizer = self.tokenizer
+
+        def one(token: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+            data = tokenizer.token_bytes(token)
+            return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top)
+
+        return tuple(
+            None if e is None else one(e.token, e.logprob, tuple(one(t, p) for t, p in e.top))
+            for e in entries[:num]
+        )
 
     async def render(
         self,
@@ -122,9 +366,21 @@ class TextEngine:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        raw_control_tokens: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation; RequestError if the template refuses it."""
-        raise NotImplementedError
+        return await self._in_thread(
+            encode_chat,
+            self.tokenizer,
+            self._template,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            add_special_tokens=add_special_tokens,
+            template_kwargs=template_kwargs,
+            raw_control_tokens=raw_control_tokens,
+        )
 
     async def submit(
         self,
@@ -137,19 +393,228 @@ class TextEngine:
         add_special_tokens: bool = True,
     ) -> TextStream:
         """Check and queue a request. RequestError (4xx) and Overloaded (503) are raised here."""
-        raise NotImplementedError
+        engine = self._running()
+        check_stops(params.stop)
+        check_params(params, self.limits)
+        if isinstance(prompt, str):
+            prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        self._num_requests += 1
+        request = make_request(
+            f"{request_id or 'request'}-{self._nonce}-{self._num_requests}",
+            prompt,
+            params,
+            limits=self.limits,
+            end_tokens=self._end_tokens,
+            default_seed=self._seed(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return TextStream(self, engine.submit(request), request.end_tokens)
+
+    def _seed(self) -> int:
+        """A seed for a request that brings none: differs from request to request, and repeats in
+        the next process that gets the same requests in the same order."""
+        return hash((self.config.seed, self._num_requests)) & (2**63 - 1)
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, **kwargs: Any
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[TextEvent]:
         """`submit` and iterate; leaving the loop early stops the work."""
-        raise NotImplementedError
-        yield
+        stream = await self.submit(prompt, params or SamplingParams(), **kwargs)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            await stream.aclose()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests (Overloaded, code "draining"), let the running end, abort the rest."""
-        raise NotImplementedError
+        """Refuse new requests (code "draining"), let the running ones end, abort the rest."""
+        if self._engine is not None:
+            await self._engine.drain(timeout_s)
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Counters and gauges now; the names are listed in runtime/stats.py."""
-        raise NotImplementedError
+        """Counters and gauges now; the names are those of `Engine.snapshot`."""
+        return {} if self._engine is None else self._engine.snapshot()
+
+
+def _model_name(config: EngineConfig) -> str:
+    """The name a model is served under if none is given: its folder's or file's, no path."""
+    return Path(config.model).name.removesuffix(".gguf") or config.model
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"chat_template {path}: {e}", param="chat_template") from None
+
+
+def _sampling_defaults(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sampling defaults of the model's generation_config, or of the one given instead."""
+    found: Mapping[str, Any] = own
+    if config.generation_config == "vllm":
+        found = {}
+    elif config.generation_config != "auto":
+        path = os.path.join(config.generation_config, "generation_config.json")
+        found = _read_json_object(path)
+    merged = {**found, **config.override_generation_config}
+    unknown = sorted(set(config.override_generation_config) - set(_DEFAULTS) - {"max_new_tokens"})
+    if unknown:
+        raise ConfigError(
+            f"override_generation_config: {unknown[0]!r} is not a sampling default "
+            f"(known: {', '.join(_DEFAULTS)}, max_new_tokens)",
+            param="override_generation_config",
+        )
+    defaults = {k: merged[k] for k in _DEFAULTS if merged.get(k) is not None}
+    if found.get("do_sample") is False and "temperature" not in config.override_generation_config:
+        defaults.pop("temperature", None)
+    if merged.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = merged["max_new_tokens"]
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"generation_config: {name} must be a number, got {value!r}")
+    if defaults:
+        _log.info("sampling defaults from the model's generation_config: %s", defaults)
+    return defaults
+
+
+def _read_json_object(path: str) -> Mapping[str, Any]:
+    import msgspec
+
+    try:
+        with open(path, "rb") as f:
+            return msgspec.json.decode(f.read(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(f"{path}: {e}", param="generation_config") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sequence of `LLM.generate`.
+
+    num_cached  prompt tokens whose KV was reused
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TextLogprob, ...] | None
+    prompt_token_ids: tuple[int, ...]
+    num_cached: int
+
+
+class LLM:
+    """A model for scripts: blocking calls, many prompts at once.
+
+        llm = LLM("path/to/model")
+        for answer in llm.generate(["1, 2, 3,", "Once upon a time"], SamplingParams(max_tokens=8)):
+            print(answer[0].text)
+
+    model   as EngineConfig.model; further settings of EngineConfig by name
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any):
+        if model is not None:
+            settings["model"] = model
+        self._engine = TextEngine(EngineConfig(**settings))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="xylite-llm", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._run(self._engine.__aenter__())
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+    ) -> list[list[Completion]]:
+        """The answers to each prompt, params.n of them. Prompts are texts or token ids."""
+        return self._run(self._generate_all(_as_prompts(prompts), params or SamplingParams()))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        **template_kwargs: Any,
+    ) -> list[Completion]:
+        """The model's next turn in a conversation, params.n times."""
+
+        async def answer() -> list[Completion]:
+            ids = await self._engine.render(messages, template_kwargs=template_kwargs)
+            return await self._complete(ids, params or SamplingParams())
+
+        return self._run(answer())
+
+    async def _generate_all(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams
+    ) -> list[list[Completion]]:
+        limits = self._engine.config
+        room = asyncio.Semaphore(
+            max(1, (limits.max_num_seqs + (limits.max_num_queued_reqs or 0)) // params.n)
+        )
+
+        async def one(prompt: str | Sequence[int]) -> list[Completion]:
+            async with room:
+                return await self._complete(prompt, params)
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    async def _complete(
+        self, prompt: str | Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        stream = await self._engine.submit(prompt, params)
+        events: list[list[TextEvent]] = [[] for _ in range(params.n)]
+        async for event in stream:
+            if event.error is not None:
+                await stream.aclose()
+                raise event.error
+            events[event.index].append(event)
+        return [_completion(e, stream.prompt_token_ids) for e in events]
+
+    def close(self) -> None:
+        """Free the model. Also done when the `with` block ends."""
+        if not self._loop.is_closed():
+            self._run(self._engine.__aexit__())
+            self._stop_loop()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return prompts
+
+
+def _completion(events: Sequence[TextEvent], prompt: tuple[int, ...]) -> Completion:
+    last = events[-1]
+    if last.finish_reason is None:
+        raise EngineError("a sequence ended without saying why")
+    scored = [e.logprobs for e in events if e.logprobs is not None]
+    return Completion(
+        text="".join(e.text for e in events),
+        token_ids=tuple(t for e in events for t in e.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(x for entries in scored for x in entries) if scored else None,
+        prompt_token_ids=prompt,
+        num_cached=last.num_cached,
+    )

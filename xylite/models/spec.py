@@ -143,14 +143,13 @@ def real(
     value = config.get(name)
     if value is None:
         value = default
-    number = type(value) is float or type(value) is int
-    if not number or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(
-            f"config.json: {name} must be a number from {low:g} to {high:g}, got "
-            f"{str(value)[:80]!r}",
-            param="model",
-        )
-    return float(value)
+    # NaN fails the comparison, and True is an int that nobody means as a number.
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+        return float(value)
+    raise ConfigError(
+        f"config.json: {name} must be a number from {low:g} to {high:g}, got {str(value)[:80]!r}",
+        param="model",
+    )
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -185,14 +184,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position: int
         )
     rot = _rot(head_dim, share)
     if kind == "divisors":
-        divisors = given.get("divisors") or ()
-        if len(divisors) != rot // 2 or not all(0 < d < math.inf for d in divisors):
-            raise ConfigError(
-                f"rope_freqs.weight: {len(divisors)} values, of which each must be positive; "
-                f"{rot // 2} are needed",
-                param="model",
-            )
-        return Rope(theta=theta, rot=rot, type="divisors", divisors=tuple(divisors))
+        return Rope(theta=theta, rot=rot, type="divisors", divisors=_divisors(given, rot // 2))
     original = integer(
         given,
         "original_max_position_embeddings",
@@ -234,6 +226,17 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position: int
             param="model",
         )
     return made
+
+
+def _divisors(given: Mapping[str, Any], number: int) -> tuple[float, ...]:
+    values = given.get("divisors")
+    if isinstance(values, list) and len(values) == number:
+        if all(isinstance(d, float) and 0 < d < math.inf for d in values):
+            return tuple(values)
+    raise ConfigError(
+        f"rope_freqs.weight: must hold {number} positive numbers, got {str(values)[:80]}",
+        param="model",
+    )
 
 
 def _rot(head_dim: int, share: float) -> int:

@@ -5,13 +5,25 @@ It has TextEngine's interface. A token is one character, its id the code point.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from xylite.config import EngineConfig
 from xylite.errors import EngineError, Overloaded, RequestError
 from xylite.runtime.request import Limits, SamplingParams, check_params
+from xylite.runtime.stats import RequestRecord
+from xylite.text.chat import render_chat
+from xylite.text.template import ChatTemplate
+from xylite.text.written import plain
 from xylite.text_engine import TextEvent, TextLogprob
+
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}"
+    "{% if m.content == 'raise' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}\n"
+    "{% endfor %}",
+    {},
+)
 
 Item = TextEvent | asyncio.Event | BaseException
 
@@ -32,24 +44,20 @@ class Call:
     is_over: bool = False
 
 
-@dataclass
-class Record:
-    """What observers get."""
-
-    num_prompt: int
-    num_output: int
-    num_cached: int = 0
-    finish_reason: str = "stop"
-    n: int = 1
-    max_tokens: int | None = None
-    queue_s: float | None = 0.002
-    prefill_s: float | None = 0.01
-    decode_s: float | None = 0.2
-    inference_s: float | None = 0.21
-    e2e_s: float = 0.212
-    ttft_s: float | None = 0.012
-    num_preemptions: int = 0
-    itl_s: Sequence[float] = field(default_factory=tuple)
+def record_of(**fields: Any) -> RequestRecord:
+    """What observers get, with times that make sense."""
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "num_prompt": 5,
+        "max_tokens": 16,
+        "n": 1,
+        "arrival": 100.0,
+        "scheduled": 100.002,
+        "first_token": 100.012,
+        "last_token": 100.212,
+        "ended": 100.212,
+    }
+    return RequestRecord(**(values | fields))
 
 
 def logprob(token: str, value: float = -0.5, k: int = 0) -> TextLogprob:
@@ -133,21 +141,21 @@ class FakeStream:
         self._script = iter(engine.script(call))
 
     async def __aiter__(self) -> AsyncIterator[TextEvent]:
-        try:
-            for item in self._script:
-                if isinstance(item, asyncio.Event):
-                    await self._engine.either(item)
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    self._call.num_events += 1
-                    yield item
-                if self._engine.is_aborting:
-                    yield TextEvent(index=0, finish_reason="abort")
-                    return
-            self._end("stop")
-        finally:
-            self._end("abort")
+        # Leaving the loop early does not stop the work: only aclose() does.
+        for item in self._script:
+            if isinstance(item, asyncio.Event):
+                await self._engine.either(item)
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                self._call.num_events += 1
+                yield item
+            if self._engine.is_aborting:
+                self._end("abort")
+                error = EngineError("the server is shutting down", code="shutdown")
+                yield TextEvent(index=0, finish_reason="error", error=error)
+                return
+        self._end("stop")
 
     async def aclose(self) -> None:
         self._call.is_closed = True
@@ -181,6 +189,7 @@ class FakeEngine:
         self.script = script
         self.refuse: BaseException | None = None
         self.hold_submit: asyncio.Event | None = None
+        self.num_held = 0
         self.calls: list[Call] = []
         self.renders: list[dict[str, Any]] = []
         self.is_aborting = False
@@ -206,13 +215,14 @@ class FakeEngine:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        self.renders.append({"messages": list(messages), **options})
-        if messages[-1]["content"] == "raise":
-            raise RequestError("the chat template says: roles must alternate", param="messages")
-        if messages[-1]["content"] == "bug":
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, raw_control_tokens: bool, **options: Any
+    ) -> list[int]:
+        self.renders.append({"messages": list(messages), "raw": raw_control_tokens, **options})
+        if messages and messages[-1].get("content") == "bug":
             raise ZeroDivisionError("secret at 0xdeadbeef in /home/me")
-        return [ord(c) for m in messages for c in f"{m['role']}:{m['content']}\n"]
+        options.pop("add_special_tokens")
+        return [ord(c) for c in plain(render_chat(TEMPLATE, messages, **options))]
 
     async def submit(
         self,
@@ -225,7 +235,13 @@ class FakeEngine:
         add_special_tokens: bool = True,
     ) -> FakeStream:
         if self.hold_submit is not None:
-            await self.hold_submit.wait()
+            self.num_held += 1
+            self._tell()
+            try:
+                await self.hold_submit.wait()
+            finally:
+                self.num_held -= 1
+                self._tell()
         if self.refuse is not None:
             raise self.refuse
         if self.state == "draining":
@@ -253,13 +269,12 @@ class FakeEngine:
         self.finished[reason] = self.finished.get(reason, 0) + 1
         self.num_prompt += len(call.ids)
         self.num_output += call.num_events
-        record = Record(
-            len(call.ids),
-            call.num_events,
+        record = record_of(
+            num_prompt=len(call.ids),
+            num_output=call.num_events,
             finish_reason=reason,
             n=call.params.n,
-            max_tokens=call.params.max_tokens,
-            itl_s=(0.02,) * max(0, call.num_events - 1),
+            itl_s=[0.02] * max(0, call.num_events - 1),
         )
         for observer in self.observers:
             observer.on_finished(record)
@@ -267,6 +282,7 @@ class FakeEngine:
 
     async def drain(self, timeout_s: float) -> None:
         self.state = "draining"
+        self._tell()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.until(lambda: not self._running)

@@ -120,18 +120,16 @@ CHAT_WRONG: list[tuple[str, list[Any]]] = [
     ("chat_template_kwargs", [{"tokenize": True}, {"chat_template": "x"}, {"messages": []}, "x"]),
     ("chat_template_kwargs", [{"add_generation_prompt": False}, {"tools": []}]),
     ("messages", [[], None, "x", 5, ["x"], [5], [[]], {"role": "user"}]),
-    ("messages", [[{"content": "x"}], [{"role": "hacker", "content": "x"}]]),
-    ("messages", [[{"role": "user"}], [{"role": "user", "content": None}]]),
+    ("messages", [[{"content": "x"}], [{"role": "<|im_end|>", "content": "x"}]]),
     ("messages", [[{"role": "user", "content": 5}], [{"role": "user", "content": [5]}]]),
     ("messages", [[{"role": 5, "content": "x"}], [{"role": ["user"], "content": "x"}]]),
     ("messages", [[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]]),
     ("messages", [[{"role": "user", "content": [{"type": "text"}]}]]),
     ("messages", [[{"role": "user", "content": {"type": "text", "text": "x"}}]]),
-    ("messages", [[{"role": "user", "content": "raise"}], [{}], [None]]),
+    ("messages", [[{}], [None]]),
     ("messages", [[{"role": "assistant", "tool_calls": "x"}]]),
-    ("messages", [[{"role": "assistant", "tool_calls": [{"function": {}}]}]]),
     ("messages", [[{"role": "assistant", "tool_calls": [5]}]]),
-    ("messages", [[{"role": "user", "content": "x"}] * 10_001]),
+    ("messages", [[{"role": "user", "content": "x"}] * 8193]),
 ]
 TEXT_WRONG: list[tuple[str, list[Any]]] = [
     ("prompt", [None, "", [], [""], [[]], 5, {}, [5.5], [True], [[True]], ["a", 1], [1, "a"]]),
@@ -166,6 +164,13 @@ async def test_wrong_value_is_400_and_names_its_field(
     assert field in (error["param"] or "") or field in error["message"], error
     assert engine.num_running == 0
     assert (await client.post(path, json=body)).status == 200
+
+
+async def test_what_the_template_refuses_is_400_in_its_own_words(connect: Connect) -> None:
+    client = await connect()
+    body = {"messages": [{"role": "user", "content": "raise"}]}
+    error = await error_of(await client.post(CHAT, json=body), 400)
+    assert "roles must alternate" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -57,8 +57,10 @@ async def test_stream_transcript_with_usage_of_every_chunk(connect: Connect) -> 
         CHAT, json={"messages": USER, "stream": True, "stream_options": options}
     )
 
-    def usage(n: int, details: str = DETAILS) -> str:
-        return f'"usage":{{"prompt_tokens":7,"completion_tokens":{n},"total_tokens":{7 + n},{details}}}'
+    def usage(n: int) -> str:
+        total = 7 + n
+        counts = f'"prompt_tokens":7,"completion_tokens":{n},"total_tokens":{total}'
+        return f'"usage":{{{counts},{DETAILS}}}'
 
     # Usage counts what is sent so far; the role chunk leaves together with the first text.
     text = masked(await response.text())
@@ -223,7 +225,7 @@ async def test_response_role_is_configurable(connect: Connect) -> None:
     assert events[0]["choices"][0]["delta"]["role"] == "model"
 
 
-async def test_messages_reach_the_template_as_text(connect: Connect) -> None:
+async def test_messages_reach_the_template_as_they_are(connect: Connect) -> None:
     engine = FakeEngine()
     client = await connect(engine)
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -236,14 +238,10 @@ async def test_messages_reach_the_template_as_text(connect: Connect) -> None:
         {"role": "user", "content": ""},
     ]
     assert (await client.post(CHAT, json={"messages": messages})).status == 200
-    assert engine.renders[0]["messages"] == [
-        {"role": "developer", "content": "be\nbrief"},
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "assistant", "tool_calls": [call], "content": ""},
-        {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        {"role": "user", "content": ""},
-    ]
+    assert engine.renders[0]["messages"] == messages
+    assert "".join(map(chr, engine.calls[0].ids)) == (
+        "system:be\nbrief\nuser:x\nassistant:\nassistant:\ntool:42\nuser:\n"
+    )
 
 
 async def test_template_options_pass_through(connect: Connect) -> None:
@@ -275,7 +273,16 @@ async def test_template_options_pass_through(connect: Connect) -> None:
         "continue_final_message": False,
         "add_special_tokens": False,
         "template_kwargs": {},
+        "raw": False,
     }
+
+
+async def test_control_tokens_in_messages_are_text_unless_configured(connect: Connect) -> None:
+    engine = FakeEngine()
+    client = await connect(engine, raw_control_tokens=True)
+    await client.post(CHAT, json={"messages": USER})
+    await client.post("/tokenize", json={"messages": USER})
+    assert [render["raw"] for render in engine.renders] == [True, True]
 
 
 async def test_max_completion_tokens_wins(connect: Connect) -> None:

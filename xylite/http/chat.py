@@ -25,7 +25,6 @@ from xylite.http.protocol import (
     StreamOptions,
     TokenizeRequest,
     check_response_format,
-    checked_messages,
     unsupported,
     whole,
 )
@@ -33,16 +32,6 @@ from xylite.http.service import SERVICE, Service
 from xylite.http.stream import Batch, Pending, TimeLimits
 from xylite.runtime.request import SamplingParams
 from xylite.text_engine import TextEvent, TextStream
-
-# Names that a template receives from the server; a client may not pass them as kwargs.
-RESERVED_KWARGS = frozenset(
-    """
-    messages tools documents add_generation_prompt continue_final_message chat_template tokenize
-    tokenizer conversation padding truncation max_length return_tensors return_dict
-    return_assistant_tokens_mask tokenizer_kwargs bos_token eos_token pad_token unk_token
-    raise_exception strftime_now
-    """.split()  # noqa: SIM905 (a word list reads better)
-)
 
 MAX_TOKENS = 2**31
 
@@ -131,19 +120,10 @@ async def render(
     tools: Sequence[Mapping[str, Any]] | None,
     special: bool | None,
 ) -> list[int]:
-    """Prompt ids of the conversation; RequestError if fields contradict each other."""
+    """Prompt ids of the conversation; RequestError naming the message that is wrong."""
     goes_on = bool(asked.continue_final_message)
     opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-    if goes_on and opens:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt cannot both be true",
-            param="continue_final_message",
-        )
     kwargs = dict(asked.chat_template_kwargs or {})
-    if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
-        raise RequestError(
-            f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs"
-        )
     if asked.reasoning_effort is not None:
         if asked.reasoning_effort not in REASONING_EFFORTS:
             raise RequestError(
@@ -153,12 +133,13 @@ async def render(
             )
         kwargs.setdefault("reasoning_effort", asked.reasoning_effort)
     return await service.engine.render(
-        checked_messages(asked.messages),
+        asked.messages or [],
         tools=tools,
         add_generation_prompt=opens,
         continue_final_message=goes_on,
         add_special_tokens=bool(special),
         template_kwargs=kwargs,
+        raw_control_tokens=service.config.raw_control_tokens,
     )
 
 

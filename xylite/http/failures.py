@@ -38,7 +38,8 @@ class HttpError(RequestError):
 
 def error_object(error: XyliteError) -> dict[str, Any]:
     """The error as clients of OpenAI know it: always these four keys, always short."""
-    message = error.message
+    # A template's own words are a subclass of str, which JSON encoders do not take.
+    message = str.__str__(error.message)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "..."
     param = error.param[:200] if error.param else None
@@ -94,7 +95,7 @@ async def _answer(request: web.Request, error: XyliteError) -> web.StreamRespons
         await stream.fail(error_object(error))
         return stream.response
     response = error_response(error)
-    if error.status == 408 and request.protocol is not None:
+    if error.status == 408:
         # aiohttp would go on reading for a while; this client has had its time.
         await response.prepare(request)
         await response.write_eof()

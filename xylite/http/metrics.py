@@ -1,12 +1,12 @@
 """Prometheus metrics under vLLM's names, for one engine, in a registry of their own.
 
 Counters and gauges of the engine are read from `TextEngine.snapshot()` when they are scraped; what
-must be seen per request (`RequestRecord`) arrives through `Metrics.on_finished`.
+must be seen per request arrives through `Metrics.on_finished`.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import (
@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from xylite.runtime.stats import RequestRecord
 from xylite.text_engine import TextEngine
 
 FIRST_TOKEN = (
@@ -34,25 +35,6 @@ REQUEST_TIME = (
 QUEUE_TIME = (0.001, 0.005, 0.01, 0.05, 0.1, *REQUEST_TIME)
 FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-
-
-class RequestRecord(Protocol):
-    """A request that has ended; times in seconds, None = it never came so far."""
-
-    num_prompt: int
-    num_output: int
-    num_cached: int
-    finish_reason: str
-    n: int
-    max_tokens: int | None
-    queue_s: float | None
-    prefill_s: float | None
-    decode_s: float | None
-    inference_s: float | None
-    e2e_s: float
-    ttft_s: float | None
-    num_preemptions: int
-    itl_s: Sequence[float]
 
 
 def lengths_up_to(longest: int) -> tuple[float, ...]:
@@ -182,7 +164,7 @@ class Metrics(Collector):
         observe = self._observe
         observe("time_to_first_token_seconds", record.ttft_s)
         self._histogram("inter_token_latency_seconds").observe_all(record.itl_s)
-        if record.decode_s is not None and record.num_output > record.n:
+        if record.num_output > record.n:
             after_first = (record.num_output - record.n) / record.n
             observe("request_time_per_output_token_seconds", record.decode_s / after_first)
         observe("e2e_request_latency_seconds", record.e2e_s)
@@ -265,7 +247,7 @@ class Metrics(Collector):
             "block_size": str(now.get("block_size", 0)),
             "num_gpu_blocks": str(now.get("num_blocks", 0)),
             "cache_dtype": config.dtype,
-            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "enable_prefix_caching": str(now.get("enable_prefix_caching", True)),
         }
         gauge = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache; always 1.", labels=[*labels, *about]

@@ -1,13 +1,13 @@
 """What is served, how it is, and its tokenizer: every route that generates nothing."""
 
 import asyncio
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
 from prometheus_client.exposition import choose_encoder
 
+from xylite import __version__
 from xylite.errors import ModelNotFound, Overloaded, RequestError
 from xylite.http.body import read_json
 from xylite.http.chat import render
@@ -85,10 +85,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def show_version(request: web.Request) -> web.Response:
     """The server's version."""
-    try:
-        return json_response({"version": version("xylite")})
-    except PackageNotFoundError:
-        return json_response({"version": "unknown"})
+    return json_response({"version": __version__})
 
 
 async def root(request: web.Request) -> web.Response:

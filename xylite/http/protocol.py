@@ -16,9 +16,6 @@ from xylite.errors import RequestError
 # 1.0 is a common way to write 1; msgspec's lax mode would take "1" and "true" too.
 Whole = int | float | None
 
-MAX_MESSAGES = 10_000
-MAX_PARTS = 10_000
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -267,89 +264,3 @@ def check_response_format(value: dict[str, Any] | None) -> None:
     raise RequestError(
         f"response_format.type must be 'text', got {str(kind)[:40]!r}", param="response_format.type"
     )
-
-
-def checked_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Messages with `content` as a string; RequestError naming the message and what is wrong."""
-    if not messages:
-        raise RequestError("messages must hold at least one message", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(messages)} entries, the limit is {MAX_MESSAGES}", param="messages"
-        )
-    return [_checked_message(f"messages[{i}]", m) for i, m in enumerate(messages)]
-
-
-def _checked_message(place: str, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(
-            f"{place}.role must be one of {', '.join(sorted(ROLES))}; got {str(role)[:40]!r}",
-            param=f"{place}.role",
-        )
-    content: Any = message.get("content")
-    if content is None:
-        # An assistant's turn may be a tool call only; elsewhere there is nothing to say.
-        if role != "assistant":
-            raise RequestError(f"{place}.content is missing", param=f"{place}.content")
-        content = ""
-    elif isinstance(content, list):
-        content = _text_of_parts(f"{place}.content", cast(list[Any], content))
-    elif not isinstance(content, str):
-        raise RequestError(
-            f"{place}.content must be a string or a list of parts, got {type(content).__name__}",
-            param=f"{place}.content",
-        )
-    checked = {key: value for key, value in message.items() if value is not None}
-    checked["content"] = content
-    if "tool_calls" in checked:
-        _check_tool_calls(f"{place}.tool_calls", checked["tool_calls"])
-    return checked
-
-
-def _text_of_parts(place: str, parts: list[Any]) -> str:
-    """The text of content parts, joined by line ends as vLLM does for string templates."""
-    if len(parts) > MAX_PARTS:
-        raise RequestError(f"{place} has {len(parts)} parts, the limit is {MAX_PARTS}", param=place)
-    texts: list[str] = []
-    for i, part in enumerate(parts):
-        here = f"{place}[{i}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, dict):
-            raise RequestError(f"{here} must be an object with a type", param=here)
-        part = cast(dict[str, Any], part)
-        kind: Any = part.get("type", "text")
-        key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise RequestError(
-                f"{here}: content of type {str(kind)[:40]!r} is not supported by this model, "
-                "only text",
-                param=f"{here}.type",
-                code="unsupported_content",
-            )
-        text: Any = part.get(key)
-        if not isinstance(text, str):
-            raise RequestError(f"{here}.{key} must be a string", param=f"{here}.{key}")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _check_tool_calls(place: str, calls: Any) -> None:
-    if not isinstance(calls, list):
-        raise RequestError(f"{place} must be a list", param=place)
-    for i, call in enumerate(cast(list[Any], calls)):
-        function = cast(dict[str, Any], call).get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise RequestError(f"{place}[{i}] must hold a function", param=f"{place}[{i}]")
-        name, arguments = (cast(dict[str, Any], function).get(k) for k in ("name", "arguments"))
-        if not isinstance(name, str):
-            raise RequestError(
-                f"{place}[{i}].function.name must be a string", param=f"{place}[{i}].function.name"
-            )
-        if arguments is not None and not isinstance(arguments, str | dict):
-            raise RequestError(
-                f"{place}[{i}].function.arguments must be a string or an object",
-                param=f"{place}[{i}].function.arguments",
-            )

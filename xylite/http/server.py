@@ -218,7 +218,7 @@ async def _until_stopped(
                 return 128 + int(str(again.result()))
             case _:
                 drain.result()
-                return 0
+                return 1 if engine.state == "dead" else 0
     finally:
         for task in (death, stop, drain):
             if task is not None:

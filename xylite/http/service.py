@@ -56,16 +56,9 @@ class Service:
             return
         if state == "dead":
             raise engine_dead()
-        if state == "draining":
-            raise Overloaded(
-                "the server is shutting down", code="draining", retry_after_s=self.drain_s
-            )
+        if state in ("draining", "closed"):
+            raise shutting_down()
         raise Overloaded("the model is still loading", code="loading", retry_after_s=5)
-
-    @property
-    def drain_s(self) -> float:
-        """When another server may have taken over from this one, at the latest."""
-        return max(1.0, self.config.shutdown_timeout)
 
     def note_field(self, name: str) -> bool:
         """True the first time a field name is seen (and while there is room to remember it)."""
@@ -84,9 +77,14 @@ class Service:
 
 def engine_dead() -> EngineError:
     """The error of every request once the engine has failed for good."""
-    error = EngineError("the engine has stopped working; the server restarts", code="engine_dead")
+    error = EngineError("the engine has stopped working", code="engine_dead")
     error.status = 503
     return error
+
+
+def shutting_down() -> Overloaded:
+    """The error of requests that come, or are left, when the server stops: another may be there."""
+    return Overloaded("the server is shutting down", code="draining", retry_after_s=1.0)
 
 
 SERVICE = web.AppKey("xylite_service", Service)

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from xylite.errors import DeadlineExceeded, EngineError, Overloaded, RequestError, XyliteError
-from xylite.http.service import SERVICE, Service, engine_dead
+from xylite.errors import DeadlineExceeded, EngineError, RequestError, XyliteError
+from xylite.http.service import SERVICE, Service, engine_dead, shutting_down
 from xylite.text_engine import TextEvent, TextLogprob, TextStream
 
 # How often a waiting request looks whether its client and its engine are still there.
@@ -197,10 +197,8 @@ class Delivery:
         num_open = self._n
         async for event in stream:
             self._started = True
-            if event.error is not None:
-                raise event.error
             if event.finish_reason in ("error", "abort"):
-                raise self._stopped_by_engine()
+                raise self._stopped_by_engine(event)
             pending = self._pending.get((prompt, event.index))
             if pending is None:
                 self._pending[prompt, event.index] = Pending(event)
@@ -214,14 +212,14 @@ class Delivery:
         if num_open:
             raise EngineError(f"the engine gave no end to {num_open} of {self._n} sequences")
 
-    def _stopped_by_engine(self) -> XyliteError:
+    def _stopped_by_engine(self, event: TextEvent) -> XyliteError:
         """Why a sequence ended that neither its client nor the model ended."""
         state = self._service.engine.state
         if state == "dead":
             return engine_dead()
-        if state == "draining":
-            return Overloaded("the server is shutting down", code="draining")
-        return EngineError("the engine stopped this request", code="aborted")
+        if state in ("draining", "closed"):
+            return shutting_down()
+        return event.error or EngineError("the engine stopped this request", code="aborted")
 
     def _pump_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:

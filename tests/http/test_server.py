@@ -1,0 +1,224 @@
+"""serve(): listening, draining, dying."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientConnectionError, ClientSession, UnixConnector
+
+from tests.http.fake_engine import Call, FakeEngine, Item, said
+from tests.http.wire import TEXT, error_of, events_of
+from xylite.config import ServerConfig
+from xylite.errors import ConfigError
+from xylite.http import serve
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, **config: Any) -> AsyncIterator[tuple[str, Any]]:
+    """(url, task of serve) once it listens."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config.setdefault("port", 0)
+    task = asyncio.ensure_future(serve(engine, ServerConfig(**config), url.set_result))  # pyright: ignore
+    await asyncio.wait([url, task], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    try:
+        yield await url, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def holding(release: asyncio.Event) -> Any:
+    """A script: some text, the rest after `release`."""
+
+    def script(call: Call) -> list[Item]:
+        return [*said("ab", finish=None), release, *said("c")]
+
+    return script
+
+
+async def test_first_signal_drains() -> None:
+    release = asyncio.Event()
+    engine = FakeEngine(holding(release))
+    async with serving(engine) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        received = await streamed.content.readany()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await engine.until(lambda: engine.state == "draining")
+        response = await client.get(url + "/ready")
+        assert response.status == 503
+        response = await client.post(url + TEXT, json={"prompt": "x"})
+        await error_of(response, 503, "draining")
+        assert response.headers["Connection"] == "close"
+        assert response.headers["x-should-retry"] == "true"
+        assert int(response.headers["Retry-After"]) == 1
+        assert (await client.get(url + "/health")).status == 200
+        assert not task.done()
+        release.set()
+        text = (received + await streamed.read()).decode()
+        pieces = [c["text"] for e in events_of(text) for c in e["choices"]]
+        assert "".join(pieces) == "abc"
+        assert await task == 0
+        with pytest.raises(ClientConnectionError):
+            await client.get(url + "/health")
+
+
+async def test_drain_ends_with_an_error_for_what_is_left() -> None:
+    engine = FakeEngine(holding(asyncio.Event()))
+    async with serving(engine, shutdown_timeout=0.1) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        whole = asyncio.ensure_future(client.post(url + TEXT, json={"prompt": "x"}))
+        await engine.until(lambda: engine.num_running == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        events = events_of(await streamed.text())
+        assert events[0]["choices"][0]["text"] == "ab"
+        assert events[-1]["error"]["code"] == "draining"
+        await error_of(await whole, 503, "draining")
+        assert await task == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_second_signal_stops_at_once(number: signal.Signals) -> None:
+    engine = FakeEngine(holding(asyncio.Event()))
+    async with serving(engine) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        os.kill(os.getpid(), signal.SIGTERM)
+        await engine.until(lambda: engine.state == "draining")
+        os.kill(os.getpid(), number)
+        events = events_of(await streamed.text())
+        assert events[-1]["error"]["code"] == "draining"
+        assert await task == 128 + number
+
+
+async def test_dead_engine_ends_the_server_after_its_streams_know() -> None:
+    engine = FakeEngine(holding(asyncio.Event()))
+    async with serving(engine) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        engine.die()
+        assert events_of(await streamed.text())[-1]["error"]["code"] == "engine_dead"
+        assert await task == 1
+
+
+async def test_engine_that_dies_while_draining_is_still_an_error() -> None:
+    engine = FakeEngine(holding(asyncio.Event()))
+    async with serving(engine) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        os.kill(os.getpid(), signal.SIGTERM)
+        await engine.until(lambda: engine.state == "draining")
+        engine.die()
+        assert events_of(await streamed.text())[-1]["error"]["code"] == "engine_dead"
+        assert await task == 1
+
+
+async def test_idle_connections_do_not_hold_up_the_end() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (url, task), ClientSession() as client:
+        assert (await client.get(url + "/health")).status == 200
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(3):
+            assert await task == 0
+
+
+async def test_signal_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    async with serving(FakeEngine()) as (_, task):
+        assert signal.getsignal(signal.SIGTERM) is not before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    async with serving(FakeEngine(), uds=path) as (url, _):
+        assert url == f"unix://{path}"
+        async with ClientSession(connector=UnixConnector(path)) as client:
+            response = await client.get("http://anything/v1/models")
+            assert response.status == 200
+    async with serving(FakeEngine(), uds=path) as (url, _):
+        assert url, "a socket left behind is replaced"
+
+
+async def test_address_in_use_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}"):
+            async with serving(FakeEngine(), port=port):
+                pass
+
+
+async def test_bad_certificates_are_clear_errors(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("no certificate")
+    for config in ({"ssl_keyfile": "k"}, {"ssl_certfile": str(tmp_path / "c")}):
+        with pytest.raises(ConfigError, match="ssl_"):
+            async with serving(FakeEngine(), **config):
+                pass
+
+
+async def test_tls(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("key", "cert")]
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        + ["-nodes", "-subj", "/CN=localhost", "-keyout", files[0], "-out", files[1]],
+        capture_output=True,
+    )
+    if made.returncode:
+        pytest.skip("openssl makes no certificate here")
+    config = {"ssl_keyfile": files[0], "ssl_certfile": files[1]}
+    async with serving(FakeEngine(), **config) as (url, _), ClientSession() as client:
+        assert url.startswith("https://127.0.0.1:")
+        response = await client.get(url + "/v1/models", ssl=False)
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "config, warns",
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, False),
+        ({"host": "127.0.0.1"}, False),
+    ],
+)
+async def test_open_server_without_a_key_warns(
+    config: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(FakeEngine(), **config):
+        pass
+    assert ("no API key is set" in caplog.text) is warns
+
+
+async def test_broken_http_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeEngine()) as (url, _):
+        port = int(url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nA B: c\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
+        writer.close()
+    broken = [r for r in caplog.records if r.name == "xylite.http.protocol"]
+    assert len(broken) == 1
+    assert not any(r.exc_info for r in caplog.records)
+
+
+async def test_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for off in (True, False):
+        caplog.clear()
+        async with serving(FakeEngine(), disable_access_log=off) as (url, _):
+            async with ClientSession() as client:
+                await client.get(url + "/version")
+        lines = [r for r in caplog.records if r.name == "xylite.access"]
+        assert len(lines) == (0 if off else 1)
+
+
+def test_package_imports_without_torch() -> None:
+    code = "import sys, xylite.http; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

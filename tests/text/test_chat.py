@@ -421,6 +421,11 @@ def test_tool_calls_that_are_no_list_of_objects_are_named(calls: Any):
         text_of(CHATML, {"role": "assistant", "tool_calls": calls})
 
 
+def test_tools_are_objects():
+    with pytest.raises(RequestError, match="tools must be a list of objects"):
+        text_of(CHATML, USER, tools=[7])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("content", [7, {"a": 1}, True])
 def test_content_of_another_type_is_named(content: Any):
     with pytest.raises(RequestError, match=r"messages\[0\].content must be"):

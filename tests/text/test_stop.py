@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xylite.errors import RequestError
-from xylite.text.stop import MAX_STOP_BYTES, MAX_STOPS, StopChecker, check_stops
+from xylite.text.stop import MAX_STOP_BYTES, MAX_STOPS, StopChecker, StopStrings, check_stops
 
 
 def by_definition(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -91,6 +91,13 @@ def test_after_a_match_nothing_more_comes():
     assert checker.add("abc") == ("a", "b")
     assert checker.add("def") == ("", "b")
     assert checker.flush() == ""
+
+
+def test_prepared_stop_strings_serve_many_texts():
+    stops = StopStrings(["ab"])
+    one, two = StopChecker(stops), StopChecker(stops, include=True)
+    assert (one.add("xa"), two.add("b")) == (("x", None), ("b", None))
+    assert (one.add("b"), two.add("ab")) == (("", "ab"), ("ab", "ab"))
 
 
 def test_flush_gives_held_text_once():

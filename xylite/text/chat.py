@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from xylite.errors import RequestError
 from xylite.text.template import ChatTemplate
@@ -126,11 +126,13 @@ def render_chat(
             param="continue_final_message",
         )
     extra = _checked_kwargs(template_kwargs or {}, template)
+    if not all(map(_is_object, tools or ())):
+        raise RequestError("tools must be a list of objects", param="tools")
     _check_size("messages", messages, "tools", tools, "chat_template_kwargs", extra)
     conversation = prepare_messages(messages, template)
     mark = ""
     if continue_final_message:
-        # The prompt is cut where this mark comes out; its random part keeps clients from writing it.
+        # The prompt is cut where this mark comes out; clients cannot guess its random part.
         mark = f"\ue000{secrets.token_hex(16)}\ue001"
         conversation[-1] = _with_mark(conversation[-1], mark, len(conversation) - 1)
     prompt = template.render(
@@ -172,9 +174,17 @@ def prepare_messages(
     return [_prepared(i, m, template) for i, m in enumerate(messages)]
 
 
-def _prepared(index: int, message: Mapping[str, Any], template: ChatTemplate) -> dict[str, Any]:
+def _is_object(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _prepared(index: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
     where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
+    if not _is_object(message):
         raise RequestError(f"{where} is not an object", param=where)
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
@@ -196,7 +206,7 @@ def _prepared(index: int, message: Mapping[str, Any], template: ChatTemplate) ->
     calls = out.pop("tool_calls", None)
     if calls:
         out["tool_calls"] = _tool_calls(where, calls)
-    if isinstance(call := out.get("function_call"), Mapping):
+    if _is_object(call := out.get("function_call")):
         out["function_call"] = _with_parsed_arguments(call)
     return out
 
@@ -206,16 +216,16 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
         content = ""
     if isinstance(content, str):
         return content if template.strings else [{"type": "text", "text": content}]
-    if not isinstance(content, Sequence):
+    if not _is_list(content):
         raise RequestError(
             f"{where}.content must be a string or a list of parts", param=f"{where}.content"
         )
     texts: list[str] = []
     for i, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         # A part may be a bare string; otherwise its text stands under the name of its type.
+        kind = part.get("type", "text") if _is_object(part) else "text"
         text = part if isinstance(part, str) else None
-        if isinstance(part, Mapping) and isinstance(kind, str):
+        if _is_object(part) and isinstance(kind, str):
             text = part.get(kind)
         if kind not in _TEXT_PARTS:
             raise RequestError(
@@ -233,14 +243,14 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    if not isinstance(calls, Sequence) or not all(isinstance(c, Mapping) for c in calls):
+    if not _is_list(calls) or not all(map(_is_object, calls)):
         raise RequestError(
             f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls"
         )
-    out = []
+    out: list[dict[str, Any]] = []
     for call in calls:
         call = {k: v for k, v in call.items() if v is not None}
-        if isinstance(function := call.get("function"), Mapping):
+        if _is_object(function := call.get("function")):
             call["function"] = _with_parsed_arguments(function)
         out.append(call)
     return out
@@ -248,13 +258,13 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 def _with_parsed_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """The call with its arguments as an object; what is no JSON object stays as it is."""
-    arguments = function.get("arguments")
+    arguments: Any = function.get("arguments")
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             parsed = arguments
-        if parsed is None or isinstance(parsed, dict):
+        if parsed is None or _is_object(parsed):
             arguments = parsed
     return {**function, "arguments": {} if arguments is None else arguments}
 
@@ -292,10 +302,10 @@ def _check_size(*named: Any) -> None:
             for x in level:
                 if isinstance(x, str):
                     chars += len(x)
-                elif isinstance(x, Mapping):
+                elif _is_object(x):
                     chars += sum(map(len, x))
                     below += x.values()
-                elif isinstance(x, list | tuple):
+                elif _is_list(x):
                     below += x
             values += len(level)
             if chars > MAX_CHAT_CHARS or values > MAX_CHAT_VALUES:

@@ -199,8 +199,8 @@ def _sentencepiece(
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file; ConfigError naming what is missing or not known."""
-    model = _field(metadata, "model")
-    tokens: Sequence[str] = list(_field(metadata, "tokens"))
+    model: str = _field(metadata, "model")
+    tokens: list[str] = list(_field(metadata, "tokens"))
     types = token_types(metadata, len(tokens))
     if len(types) != len(tokens):
         raise ConfigError(
@@ -212,6 +212,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             raise ConfigError(
                 f"tokenizer.ggml.{name}_token_id is {i}, outside the {len(tokens)} tokens"
             )
+    tokenizer: Any  # its methods are typed in part only
     try:
         if model == "gpt2":
             tokenizer, add_bos = _byte_level(metadata, tokens)
@@ -233,9 +234,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in user])
 
     def boundary(name: str, default: bool) -> tuple[str, int] | None:
-        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        i: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id")
         wanted = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
-        return (tokens[i], int(i)) if wanted and i is not None else None
+        return (tokens[int(i)], int(i)) if wanted and i is not None else None
 
     add_boundary_tokens(tokenizer, boundary("bos", add_bos), boundary("eos", False))
     return tokenizer

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -45,7 +45,7 @@ class Decoding:
 
 def _decoding(decoder: Mapping[str, Any] | None) -> Decoding:
     """The Decoding that a tokenizer.json's "decoder" describes; ConfigError if there is none."""
-    steps = [] if decoder is None else decoder.get("decoders", [decoder])
+    steps: list[dict[str, Any]] = [] if decoder is None else decoder.get("decoders", [decoder])
     found: dict[str, Any] = {}
     for step in steps:
         kind = step["type"]
@@ -97,9 +97,8 @@ def _bytes_of_tokens(
 
 def _content(token: Any) -> str | None:
     """Text of a token as tokenizer_config.json writes it: a string, or {"content": ...}."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
+    text = cast("Mapping[str, Any]", token).get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) and text else None
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
@@ -109,10 +108,11 @@ def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
-    """The tokenizer of tokenizer.json, completed from tokenizer_config.json as transformers does."""
+    """tokenizer.json's tokenizer, completed from tokenizer_config.json as transformers does."""
     path = checkpoint.tokenizer_json
     if not path:
         raise ConfigError(f"{checkpoint.path} has no tokenizer.json")
+    inner: Any  # its methods are typed in part only
     try:
         with open(path, encoding="utf-8") as file:
             inner = tokenizers.Tokenizer.from_str(file.read())
@@ -121,7 +121,8 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     except Exception as e:  # tokenizers raises plain Exception
         raise ConfigError(f"{path} is not a tokenizer that this version can load: {e}") from e
     config = checkpoint.tokenizer_config or {}
-    for i, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=_numeric):
+    added: dict[str, Any] = config.get("added_tokens_decoder") or {}
+    for i, token in sorted(added.items(), key=lambda item: int(item[0])):
         content = _content(token)
         if content and inner.token_to_id(content) is None:
             inner.add_tokens([_added(content, token)])
@@ -130,15 +131,10 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
                     f"tokenizer_config.json gives {content!r} the id {i}, but {path} leads to "
                     f"{inner.token_to_id(content)}"
                 )
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    names = [
-        *_special_tokens(checkpoint).values(),
-        *(
-            t
-            for x in (extra.values() if isinstance(extra, Mapping) else extra)
-            if (t := _content(x))
-        ),
-    ]
+    extra: Any = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    if isinstance(extra, dict):  # name -> token
+        extra = cast("dict[str, Any]", extra).values()
+    names = [*_special_tokens(checkpoint).values(), *filter(None, map(_content, extra))]
     present = {t.content: t for t in inner.get_added_tokens_decoder().values()}
     for name in names:
         if inner.token_to_id(name) is not None:
@@ -159,10 +155,6 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     return inner
 
 
-def _numeric(item: tuple[str, Any]) -> int:
-    return int(item[0])
-
-
 def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
     names = ("lstrip", "rstrip", "normalized", "special")
     return AddedToken(content, **{n: bool(flags.get(n, False)) for n in names})
@@ -170,7 +162,9 @@ def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int:
     """How many times shorter, at most, normalisation makes a text."""
-    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    steps: list[dict[str, Any]] = (
+        [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    )
     keeps = all(step["type"] in ("Replace", "Prepend") for step in steps)
     return 1 if keeps else 4  # NFC joins up to 9 bytes (three jamo) into 3
 
@@ -210,7 +204,7 @@ class Tokenizer:
         nonce = secrets.token_hex(16)
         self._alias = {t: f"\ue000{nonce}:{i}\ue001" for t, i in self.control_tokens.items()}
         inner.encode_special_tokens = True
-        inner.add_tokens(
+        cast(Any, inner).add_tokens(  # typed in part only
             [
                 AddedToken(
                     self._alias[t.content],
@@ -369,8 +363,11 @@ class Tokenizer:
         found: set[int] = set() if self.eos_id is None else {self.eos_id}
         config = checkpoint.config or {}
         for source in (config, config.get("text_config"), checkpoint.generation_config):
-            ids = (source or {}).get("eos_token_id")
-            found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+            ids: Any = (source or {}).get("eos_token_id")
+            if isinstance(ids, list):
+                found.update(cast("list[int]", ids))
+            elif ids is not None:
+                found.add(ids)
         metadata = checkpoint.gguf_metadata
         if metadata is not None:
             ids = (metadata.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))

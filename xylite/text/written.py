@@ -11,7 +11,7 @@ import re
 import string
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 Span = tuple[int, int]
 
@@ -30,24 +30,26 @@ class Written(str):
     def __str__(self) -> str:
         return self
 
-    def __add__(self, other: str) -> str:
+    def __add__(self, other: Any) -> str:
         return joined((self, other)) if isinstance(other, str) else NotImplemented
 
-    def __radd__(self, other: str) -> str:
+    def __radd__(self, other: Any) -> str:
         return joined((other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> str:
         return joined([self] * times.__index__())
 
-    __rmul__ = __mul__
+    def __rmul__(self, times: SupportsIndex) -> str:
+        return self * times
 
     def __mod__(self, values: Any) -> str:
         pieces = re.split(r"(%(?:\(\w*\))?s|%%)", self)
         if not wholly_written(self) or any("%" in p for p in pieces[::2]):
             return str.__mod__(self, values)
-        rest = iter(values if isinstance(values, tuple) else (values,))
+        positional = cast("tuple[Any, ...]", values if isinstance(values, tuple) else (values,))
+        rest = iter(positional)
         out: list[str] = []
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(map(str, pieces)):
             if i % 2 == 0 or piece == "%%":
                 out.append(written("%" if piece == "%%" else piece))
             elif piece == "%s":
@@ -56,17 +58,19 @@ class Written(str):
                     raise TypeError("not enough arguments for format string")
                 out.append(str(value))
             else:
-                out.append(str(values[piece[2:-2]]))
+                named = cast("Mapping[str, Any]", values)
+                out.append(str(named[piece[2:-2]]))
         if next(rest, rest) is not rest and not isinstance(values, Mapping):
             raise TypeError("not all arguments converted during string formatting")
         return joined(out)
 
     def __getitem__(self, key: Any) -> str:
-        if isinstance(key, slice):
-            start, stop, step = key.indices(len(self))
-            return self._cut(start, max(start, stop)) if step == 1 else str.__getitem__(self, key)
-        i = key.__index__()
-        return self._cut(i, i + 1) if i >= 0 and i < len(self) else str.__getitem__(self, key)
+        text = str.__getitem__(self, key)
+        if not isinstance(key, slice):
+            start = key.__index__() % len(self)
+            return self._cut(start, start + 1)
+        start, stop, step = cast("slice[Any, Any, Any]", key).indices(len(self))
+        return self._cut(start, max(start, stop)) if step == 1 else text
 
     def __iter__(self) -> Iterator[str]:
         return (self._cut(i, i + 1) for i in range(len(self)))
@@ -82,7 +86,8 @@ class Written(str):
 
     def _pieces(self, pieces: Iterable[str]) -> list[str]:
         """Substrings that follow each other in this text, with what was written of them."""
-        out, at = [], 0
+        out: list[str] = []
+        at = 0
         for piece in pieces:
             at = self.index(piece, at)
             out.append(self._cut(at, at + len(piece)))
@@ -113,7 +118,7 @@ class Written(str):
     def splitlines(self, keepends: bool = False) -> list[str]:
         return self._pieces(str.splitlines(self, keepends))
 
-    def join(self, iterable: Iterable[str], /) -> str:
+    def join(self, iterable: Iterable[Any], /) -> str:
         out: list[str] = []
         for item in iterable:
             if not isinstance(item, str):
@@ -155,7 +160,7 @@ def wholly_written(text: str) -> bool:
 
 def spans_of(text: str) -> tuple[Span, ...]:
     """Which parts of text the template wrote."""
-    return text._spans if isinstance(text, Written) else ()
+    return getattr(text, "_spans", ())
 
 
 def plain(text: str) -> str:

@@ -230,9 +230,12 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position: int
 
 def _divisors(given: Mapping[str, Any], number: int) -> tuple[float, ...]:
     values = given.get("divisors")
-    if isinstance(values, list) and len(values) == number:
-        if all(isinstance(d, float) and 0 < d < math.inf for d in values):
-            return tuple(values)
+    if (
+        isinstance(values, list)
+        and len(values) == number
+        and all(isinstance(d, float) and 0 < d < math.inf for d in values)
+    ):
+        return tuple(values)
     raise ConfigError(
         f"rope_freqs.weight: must hold {number} positive numbers, got {str(values)[:80]}",
         param="model",

@@ -1,4 +1,5 @@
 """Conversations to prompt ids: as in transformers for ordinary text, safe for any other."""
+# ruff: noqa: E501 (a template's line feeds are part of it)
 
 import json
 from collections.abc import Mapping
@@ -139,7 +140,9 @@ GREEDY = """\
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("source", [GREEDY, CHATML, *FAMILIES.values()], ids=["greedy", "chatml", *FAMILIES])  # fmt: skip
+@pytest.mark.parametrize(
+    "source", [GREEDY, CHATML, *FAMILIES.values()], ids=["greedy", "chatml", *FAMILIES]
+)
 def test_client_text_never_acts_as_a_control_token(name: str, source: str):
     tokenizer = byte_level(
         control=("<s>", "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<|eot_id|>")

@@ -23,7 +23,8 @@ TEXTS = [
     "\n \n\t  x",
     "It's IT'S we'll 12345 \u0660\u0661 3.14159",
     "def f(x):\n    return x  # r\u00e9sum\u00e9\n",
-    "\u4f60\u597d, \u043c\u0438\u0440! \u0645\u0631\u062d\u0628\u0627 \U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "\u4f60\u597d, \u043c\u0438\u0440! \u0645\u0631\u062d\u0628\u0627",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
     "<|im_start|>user\nHi<|im_end|>\n",
     "<|im_start|><|im_end|><|im_end", "x<repo_name>y <|endoftext|>",
 ]  # fmt: skip
@@ -255,9 +256,7 @@ def test_many_threads_get_the_same_ids():
     wrong: list[int] = []
 
     def work() -> None:
-        for _ in range(50):
-            if t.encode("the <|im_end|> the" * 50) != want:
-                wrong.append(1)
+        wrong.extend(i for i in range(50) if t.encode("the <|im_end|> the" * 50) != want)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Strings that know what the template wrote: they equal str, and never vouch for a client's text."""
+"""Strings that know what the template wrote: they equal str, and vouch for nothing else."""
 
 from string import Formatter
 from typing import Any
@@ -42,8 +42,6 @@ def test_operations_keep_exactly_what_was_written(a: str, b: str, i: int, j: int
     p, q = plain(a), plain(b)
     results = [
         (a + b, p + q),
-        (a + q, p + q),
-        (q + a, q + p),
         (a[i:j], p[i:j]),
         (a.strip(), p.strip()),
         (a.strip("ax"), p.strip("ax")),
@@ -61,9 +59,8 @@ def test_operations_keep_exactly_what_was_written(a: str, b: str, i: int, j: int
     ]
     for got, want in results:
         assert plain(got) == want
-        if q in want and got is results[1][0] or got is results[2][0]:
-            continue  # these joined a text whose marks were taken off
         assert marked(got) == ours(want)
+    assert marked(a + q) == ours(p) == marked(q + a)
 
 
 @given(a=texts(), b=texts())

@@ -65,16 +65,21 @@ class _Splitting:
 _SPLITTINGS: Mapping[str, _Splitting] = {
     name: splitting
     for names, splitting in (
-        (("default", "gpt-2", "phi-2", "olmo", "dbrx", "mpt", "jina-en"), _Splitting((_GPT2,))),
+        (
+            ("default",),
+            _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+        ),
+        (("gpt-2", "phi-2", "mpt", "olmo", "jais"), _Splitting((_GPT2,))),
         (
             ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
             _Splitting((r"\p{N}", _GPT2)),
         ),
         (
-            ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "pixtral"),
+            ("llama-bpe", "llama3", "llama-v3", "falcon3"),
             _Splitting((_LLAMA3,), ignore_merges=True, add_bos=True),
         ),
-        (("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _Splitting((_QWEN2,))),
+        (("dbrx", "smaug-bpe", "chatglm-bpe"), _Splitting((_LLAMA3,))),
+        (("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _Splitting((_QWEN2,))),
         (("tekken",), _Splitting((_TEKKEN,), ignore_merges=True, add_bos=True)),
         (("gpt-4o", "llama4"), _Splitting((_GPT4O,))),
         (

@@ -45,28 +45,24 @@ async def test_every_route_needs_a_key_but_the_probes(connect: Connect) -> None:
         assert await status_of(client, "OPTIONS", path) == 401
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/nope",
-        "//v1/models",
-        "/v1/../metrics/../v1/models",
-        "/%2Fv1/models",
-        "/health/../v1/models",
-        "/v1/models/../../health",
-        "/metrics/",
-        "/health;/v1/models",
-        "/health%2f..%2fv1%2fmodels",
-    ],
+STRANGE_PATHS = (
+    "/nope",
+    "//v1/models",
+    "/v1/../metrics/../v1/models",
+    "/%2Fv1/models",
+    "/health/../v1/models",
+    "/v1/models/../../health",
+    "/metrics/",
+    "/health;/v1/models",
+    "/health%2f..%2fv1%2fmodels",
 )
-@pytest.mark.parametrize(
-    "method", ["GET", "HEAD", "POST", "DELETE", "OPTIONS", "TRACE", "PROPFIND"]
-)
-async def test_unknown_paths_need_a_key_too(connect: Connect, method: str, path: str) -> None:
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE", "OPTIONS", "PROPFIND"])
+async def test_unknown_paths_need_a_key_too(connect: Connect, method: str) -> None:
     client = await connect(api_key=("k",))
-    status = await status_of(client, method, path)
-    # What a client or yarl normalises to an open path is open; nothing else is.
-    assert status == 401 or (method in ("GET", "HEAD") and status == 200 and "health" in path)
+    for path in STRANGE_PATHS:
+        assert await status_of(client, method, path) == 401, path
 
 
 async def test_absolute_form_does_not_bypass_the_key(connect: Connect) -> None:

@@ -329,6 +329,19 @@ async def test_slow_client_gets_everything_in_fewer_pieces(connect: Connect) -> 
     assert len(events) < 1000
 
 
+async def test_http_1_0_clients_get_streams_without_chunks(connect: Connect) -> None:
+    client = await connect()
+    reader, writer = await asyncio.open_connection(client.host, client.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: 28\r\n\r\n"
+        b'{"prompt":"x","stream":true}'
+    )
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert events_of(body.decode())[0]["choices"][0]["text"] == "Hi!"
+    writer.close()
+
+
 async def test_requests_can_be_logged_without_their_text(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:

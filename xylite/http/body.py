@@ -50,7 +50,8 @@ def check_media_type(request: web.Request) -> None:
     if not is_json or any(c not in ("utf-8", "utf8") for c in charsets):
         raise HttpError(
             415,
-            f"Content-Type must be application/json in UTF-8, got {(given or 'none')[:100]!r}",
+            "send the header 'Content-Type: application/json' (in UTF-8); got "
+            f"{(given or 'none')[:100]!r}",
             code="unsupported_media_type",
             param="Content-Type",
         )

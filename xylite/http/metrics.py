@@ -120,6 +120,14 @@ _COUNTERS = (
     ("spec_decode_num_draft_tokens", "spec_num_draft_tokens", "Draft tokens verified."),
     ("spec_decode_num_accepted_tokens", "spec_num_accepted_tokens", "Draft tokens accepted."),
 )
+# What vLLM has no word for.
+_OWN_COUNTERS = (
+    ("steps", "num_steps", "Iterations computed."),
+    ("step_tokens", "step_tokens", "Tokens computed, of every stage."),
+    ("failed_steps", "failed_steps", "Iterations that raised."),
+    ("engine_step_seconds", "step_seconds", "Time in iterations."),
+    ("host_gap_seconds", "host_gap_seconds", "Time the device waited for the next iteration."),
+)
 # name, label, key of the snapshot: a mapping from label value to count
 _COUNTERS_BY = (
     ("request_success", "finished_reason", "finished", "Sequences that ended, by reason."),
@@ -207,8 +215,10 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=labels)
             gauge.add_metric(own, now.get(key, 0))
             yield gauge
-        for name, key, about in _COUNTERS:
-            counter = CounterMetricFamily(f"vllm:{name}", about, labels=labels)
+        counters = [(f"vllm:{name}", *rest) for name, *rest in _COUNTERS]
+        counters += [(f"xylite:{name}", *rest) for name, *rest in _OWN_COUNTERS]
+        for name, key, about in counters:
+            counter = CounterMetricFamily(name, about, labels=labels)
             counter.add_metric(own, now.get(key, 0))
             yield counter
         for name, label, key, about in _COUNTERS_BY:

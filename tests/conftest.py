@@ -1,6 +1,6 @@
 """What all tests share."""
 
-from importlib import metadata
+from importlib import metadata, util
 
 
 def _has_ascend_compiler() -> bool:
@@ -13,3 +13,10 @@ def _has_ascend_compiler() -> bool:
 
 # triton-ascend replaces triton, so its tests have an environment of their own: make test-ascend.
 collect_ignore = [] if _has_ascend_compiler() else ["ascend"]
+
+if util.find_spec("hypothesis"):  # the Ascend environment has none
+    from hypothesis import settings
+
+    # The same examples in every run, however slow the machine is.
+    settings.register_profile("fixed", deadline=None, derandomize=True)
+    settings.load_profile("fixed")

@@ -96,8 +96,10 @@ def read_workload(path: Path) -> list[Item]:
     return items
 
 
-def read_trace(path: Path, rng: random.Random, vocab_size: int) -> list[Item]:
-    """A recorded trace: arrival times and lengths; prompts are random ids of that length.
+def read_trace(
+    path: Path, rng: random.Random, vocab_size: int, count: int | None = None
+) -> list[Item]:
+    """The first `count` requests of a recorded trace; prompts are random ids of their lengths.
 
     CSV with arrival_ms, input_tokens, output_tokens (Azure's traces with times in ms), or JSON
     Lines with timestamp in ms, input_length, output_length, hash_ids (Mooncake's form: requests
@@ -121,6 +123,7 @@ def read_trace(path: Path, rng: random.Random, vocab_size: int) -> list[Item]:
         raise ConfigError(f"{path} is not a trace: {type(e).__name__}: {e}") from None
     if not rows:
         raise ConfigError(f"{path} has no requests")
+    rows = rows[:count]
     start = min(r[0] for r in rows)
     salt = rng.getrandbits(32)
     return [
@@ -197,7 +200,7 @@ def arrivals(
 
 def _ids(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
     low = min(FIRST_ID, vocab_size // 2)
-    return tuple(rng.randrange(low, vocab_size) for _ in range(count))
+    return tuple(rng.choices(range(low, vocab_size), k=count))
 
 
 def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:

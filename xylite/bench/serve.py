@@ -203,7 +203,8 @@ def load(config: BenchConfig) -> tuple[list[Item], list[float]]:
     elif config.dataset_name == "custom":
         items = read_workload(Path(config.dataset_path))
     else:
-        items = read_trace(Path(config.dataset_path), rng, config.random_vocab_size)
+        path = Path(config.dataset_path)
+        items = read_trace(path, rng, config.random_vocab_size, config.num_prompts)
     items = cut(items[: config.num_prompts], config.max_input_len, config.max_output_len)
     if config.backend == "openai-chat":
         items = [as_text(item, rng) for item in items]

@@ -32,7 +32,7 @@ class ToyExecutor:
         self.raise_at: set[int] = set()
         self.corrupt: set[tuple[int, int]] = set()
 
-    def run(self, step: Step, mask: np.ndarray | None) -> StepResult:
+    def run(self, step: Step, mask: np.ndarray | None = None) -> StepResult:
         t = step.table
         self.pool[step.zero_blocks] = 0
         self.pool[step.copy_dst] = self.pool[step.copy_src]
@@ -69,6 +69,13 @@ class ToyExecutor:
         return StepResult(
             ids, accepted, finite, self._rows(step, ids), self._prompt_rows(step, tokens)
         )
+
+    def forward(self, step: Step) -> Step:
+        """The toy does everything when it samples."""
+        return step
+
+    def sample(self, forwarded: Step, mask: np.ndarray | None = None) -> StepResult:
+        return self.run(forwarded, mask)
 
     def _reset(self, step: Step) -> None:
         reset = step.reset

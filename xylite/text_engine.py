@@ -10,7 +10,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from typing import Any, Final
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked
 from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, XyliteError
-from xylite.runtime.engine import Engine, TokenStream
+from xylite.runtime.engine import Engine, EventQueue, Ticket
 from xylite.runtime.request import (
     FinishReason,
     Limits,
+    Request,
     SamplingParams,
     TokenEvent,
     TokenLogprob,
@@ -33,7 +33,7 @@ from xylite.runtime.request import (
 from xylite.runtime.stats import Observer
 from xylite.text.chat import encode_chat
 from xylite.text.detokenize import Detokenizer
-from xylite.text.stop import StopChecker, check_stops
+from xylite.text.stop import StopChecker, StopStrings, check_stops
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
 
@@ -95,98 +95,82 @@ class TextEvent:
 class _SequenceText:
     """Text of one sequence: detokeniser, stop strings, and where it has got to."""
 
-    __slots__ = ("detokenizer", "is_done", "num_output", "stops")
+    __slots__ = ("detokenizer", "num_output", "stops")
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stops: StopStrings,
+    ):
         self.detokenizer = Detokenizer(
             tokenizer,
             prompt[-4:],
             params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        self.stops = StopChecker(params.stop, params.include_stop_str_in_output)
+        self.stops = StopChecker(stops, params.include_stop_str_in_output)
         self.num_output = 0
-        self.is_done = False
 
 
-class TextStream:
+class TextStream(EventQueue[TextEvent]):
     """The answer to one accepted request: iterate it, or `aclose()` it to stop the work.
 
     prompt_token_ids  what the model was given
     request_id        the engine's id of the request
     """
 
-    def __init__(self, engine: "TextEngine", stream: TokenStream, end_tokens: frozenset[int]):
-        self.request_id = stream.request.id
-        self.prompt_token_ids = stream.request.prompt
+    def __init__(self, engine: "TextEngine", request: Request):
+        super().__init__(request.params.n)
+        self.request_id = request.id
+        self.prompt_token_ids = request.prompt
+        self.ticket: Ticket | None = None
         self._engine = engine
-        self._stream = stream
-        self._params = stream.request.params
-        self._end_tokens = end_tokens
+        self._params = request.params
+        self._end_tokens = request.end_tokens
+        stops = StopStrings(request.params.stop)
         self._texts = [
-            _SequenceText(engine.tokenizer, stream.request.prompt, self._params)
-            for _ in range(self._params.n)
+            _SequenceText(engine.tokenizer, request.prompt, request.params, stops)
+            for _ in range(request.params.n)
         ]
-        self._ready: deque[TextEvent] = deque()
-
-    def __aiter__(self) -> "TextStream":
-        return self
-
-    async def __anext__(self) -> TextEvent:
-        while not self._ready:
-            event = self._cut(await self._stream.__anext__())
-            if event is not None:
-                return event
-        return self._ready.popleft()
-
-    def take_ready(self) -> list[TextEvent]:
-        """Events that can be had without waiting."""
-        for event in self._stream.take_ready():
-            text_event = self._cut(event)
-            if text_event is not None:
-                self._ready.append(text_event)
-        events = list(self._ready)
-        self._ready.clear()
-        return events
 
     async def aclose(self) -> None:
         """Stop the work and free what it held; does nothing if it has ended."""
-        self._stream.cancel()
+        if self.ticket is not None:
+            self.ticket.cancel()
 
-    def _cut(self, event: TokenEvent) -> TextEvent | None:
-        """The text of a token event, up to the first stop string; None after the end."""
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        """Cut a token event's text; called by the engine as tokens come."""
+        made = self._cut(event)
+        self.add(made, is_last=made.finish_reason is not None)
+        return len(made.token_ids), made.finish_reason
+
+    def _cut(self, event: TokenEvent) -> TextEvent:
+        """The text of a token event, up to the first stop string."""
         text = self._texts[event.index]
-        if text.is_done:
-            return None
         pieces: list[str] = []
         delivered = 0
         matched: str | None = None
         for token in event.tokens:
             delivered += 1
             text.num_output += 1
-            if token == event.stop_token and not self._params.include_stop_str_in_output:
-                continue  # it ends the sequence; its text is not part of the answer
-            enough = text.num_output > self._params.min_tokens
+            if token == event.stop_token and not self._shows_stop_token(token):
+                continue
             piece = text.detokenizer.add((token,))
-            if not piece:
-                continue
-            if not enough:
-                pieces.append(piece)
-                continue
-            piece, matched = text.stops.add(piece)
+            if text.num_output > self._params.min_tokens:
+                piece, matched = text.stops.add(piece)
             pieces.append(piece)
             if matched is not None:
                 break
         finish, stop_reason = event.finish_reason, None
         if matched is not None:
             finish, stop_reason = "stop", matched
-            self._stream.stop(event.index)
         elif finish is not None:
-            piece, matched = text.stops.add(text.detokenizer.finish())
-            pieces += (piece, "" if matched is not None else text.stops.flush())
+            piece, _ = text.stops.add(text.detokenizer.finish())
+            pieces += (piece, text.stops.flush())
             if event.stop_token is not None and event.stop_token not in self._end_tokens:
                 stop_reason = event.stop_token
-        text.is_done = finish is not None
         return TextEvent(
             index=event.index,
             text="".join(pieces),
@@ -199,6 +183,10 @@ class TextStream:
             num_output=text.num_output,
             error=event.error,
         )
+
+    def _shows_stop_token(self, token: int) -> bool:
+        """The ending token is part of the text: only one of the client's own, if asked for."""
+        return self._params.include_stop_str_in_output and token not in self._end_tokens
 
 
 class TextEngine:
@@ -409,7 +397,9 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        return TextStream(self, engine.submit(request), request.end_tokens)
+        stream = TextStream(self, request)
+        stream.ticket = engine.submit(request, stream)
+        return stream
 
     def _seed(self) -> int:
         """A seed for a request that brings none: differs from request to request, and repeats in

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.driver import Driver
-from tests.toy import V, SumConstraint, ToyDrafter, expected_tokens, toy_request
+from tests.toy import SumConstraint, ToyDrafter, V, expected_tokens, toy_request
 from xylite.runtime.request import SamplingParams
 
 
@@ -112,7 +112,7 @@ def test_any_schedule_gives_the_tokens_of_full_recomputation(data, seed):
         )
         if not later:
             break
-        at, request = later.pop(0)
+        _, request = later.pop(0)
         driver.add(request)
 
     for request, _ in built.values():

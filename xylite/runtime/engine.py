@@ -9,8 +9,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -59,32 +59,53 @@ class Drafter(Protocol):
         ...
 
 
-class TokenStream:
-    """Events of one request, in the order they happened; ends after all n sequences ended."""
+class Sink(Protocol):
+    """Where the events of one request go, on the event loop, as they happen."""
 
-    def __init__(self, engine: "Engine", request: Request, sequences: list[Sequence]):
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        """Take an event: how many of its tokens count, and whether the sequence ends with it.
+
+        A sink that needs no more tokens of a sequence (a stop string was found) gives a reason
+        though the event has none; what comes after is not delivered.
+        """
+        ...
+
+
+class Ticket:
+    """One accepted request inside the engine: its sequences, and how to end them."""
+
+    def __init__(self, engine: "Engine", request: Request, sequences: list[Sequence], sink: Sink):
         self.request = request
         self.sequences = sequences
+        self.sink = sink
         self._engine = engine
-        self._events: deque[TokenEvent] = deque()
-        self._ready = asyncio.Event()
-        self._open = len(sequences)
 
-    def put(self, event: TokenEvent) -> None:
+    def cancel(self) -> None:
+        """Nobody listens any more: free what the request holds. Does nothing if it has ended."""
+        self._engine.cancel(self)
+
+
+E = TypeVar("E")
+
+
+class EventQueue(Generic[E]):
+    """Events of one request in order, for one reader: ends after `num_open` last events."""
+
+    def __init__(self, num_open: int):
+        self._events: deque[E] = deque()
+        self._ready = asyncio.Event()
+        self._open = num_open
+
+    def add(self, event: E, *, is_last: bool) -> None:
+        """Append an event; is_last: no more come of its sequence."""
         self._events.append(event)
-        if event.finish_reason is not None:
-            self._open -= 1
+        self._open -= is_last
         self._ready.set()
 
-    @property
-    def is_done(self) -> bool:
-        """Every sequence has ended and every event was taken."""
-        return self._open <= 0 and not self._events
-
-    def __aiter__(self) -> "TokenStream":
+    def __aiter__(self) -> "EventQueue[E]":
         return self
 
-    async def __anext__(self) -> TokenEvent:
+    async def __anext__(self) -> E:
         while not self._events:
             if self._open <= 0:
                 raise StopAsyncIteration
@@ -92,19 +113,19 @@ class TokenStream:
             await self._ready.wait()
         return self._events.popleft()
 
-    def take_ready(self) -> list[TokenEvent]:
+    def take_ready(self) -> list[E]:
         """Events that are there already, without waiting."""
         events = list(self._events)
         self._events.clear()
         return events
 
-    def stop(self, index: int) -> None:
-        """Sequence `index` needs no more tokens (a stop string was found)."""
-        self._engine.stop(self, index, "stop")
 
-    def cancel(self) -> None:
-        """Nobody listens any more: free what the request holds."""
-        self._engine.cancel(self)
+class TokenQueue(EventQueue[TokenEvent]):
+    """A sink that keeps token events for one reader."""
+
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        self.add(event, is_last=event.finish_reason is not None)
+        return len(event.tokens), event.finish_reason
 
 
 class _Flight:
@@ -114,7 +135,7 @@ class _Flight:
         self.plan = plan
         self.step = step
         self.submitted = submitted
-        self.forwarded: asyncio.Future[Any] | None = None
+        self.forwarded: Future[Any] | None = None
         self.result: asyncio.Future[StepResult] | None = None
 
 
@@ -153,7 +174,7 @@ class Engine:
         self._watchdog_s = watchdog_s
         self._drafter = drafter
         self._clock = clock
-        self._streams: dict[str, TokenStream] = {}
+        self._tickets: dict[str, Ticket] = {}
         self._records: dict[str, RequestRecord] = {}
         self._last_delivery: dict[tuple[str, int], float] = {}
         self._wake = asyncio.Event()
@@ -167,13 +188,13 @@ class Engine:
 
     # Requests
 
-    def submit(self, request: Request) -> TokenStream:
+    def submit(self, request: Request, sink: Sink) -> Ticket:
         """Queue a request; Overloaded if the queue is full or the engine takes no more."""
         if self.state == "draining":
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
         if self.state != "ready":
             raise EngineError("the engine has stopped", code="engine_dead")
-        assert request.id not in self._streams, f"request id {request.id} is in use"
+        assert request.id not in self._tickets, f"request id {request.id} is in use"
         now = self._clock()
         try:
             sequences = self.scheduler.add(request, now)
@@ -181,8 +202,8 @@ class Engine:
             self.tallies.rejections["max_num_queued_reqs"] += 1
             e.retry_after_s = self._drain_estimate_s()
             raise
-        stream = TokenStream(self, request, sequences)
-        self._streams[request.id] = stream
+        ticket = Ticket(self, request, sequences, sink)
+        self._tickets[request.id] = ticket
         self._records[request.id] = RequestRecord(
             request_id=request.id,
             num_prompt=len(request.prompt),
@@ -192,22 +213,18 @@ class Engine:
         )
         self._idle.clear()
         self._wake.set()
-        return stream
+        return ticket
 
-    def stop(self, stream: TokenStream, index: int, reason: FinishReason) -> None:
-        """End one sequence; its stream gets no more events of it but this end."""
-        seq = stream.sequences[index]
-        if seq.finish is None:
-            self.scheduler.stop(seq, reason)
-            self._wake.set()
-            self._note_end(seq, reason)
-            stream.put(TokenEvent(index=index, finish_reason=reason))
-            self._close_if_done(stream)
-
-    def cancel(self, stream: TokenStream) -> None:
-        """End all sequences of a request as aborted."""
-        for seq in stream.sequences:
-            self.stop(stream, seq.index, "abort")
+    def cancel(self, ticket: Ticket) -> None:
+        """End what is left of a request as aborted; its sink is told nothing more."""
+        if self._tickets.get(ticket.request.id) is not ticket:
+            return
+        for seq in ticket.sequences:
+            if seq.finish is None:
+                self.scheduler.stop(seq, "abort")
+                self._note_end(seq, "abort")
+        self._wake.set()
+        self._close_if_done(ticket)
 
     def _drain_estimate_s(self) -> float:
         """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s."""
@@ -220,7 +237,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._streams)
+        return len(self._tickets)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests; wait until the running ones end, then abort the rest."""
@@ -230,25 +247,25 @@ class Engine:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             error = EngineError("the server is shutting down", code="shutdown")
-            for stream in list(self._streams.values()):
-                self._fail_stream(stream, error)
+            for ticket in list(self._tickets.values()):
+                self._fail_ticket(ticket, error)
 
     async def close(self) -> None:
         """Abort what runs and stop; the device thread is idle afterwards."""
         self.state = "closed" if self.state != "dead" else "dead"
         error = EngineError("the engine was closed", code="shutdown")
-        for stream in list(self._streams.values()):
-            self._fail_stream(stream, error)
+        for ticket in list(self._tickets.values()):
+            self._fail_ticket(ticket, error)
         self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def _fail_stream(self, stream: TokenStream, error: XyliteError) -> None:
-        for seq in stream.sequences:
+    def _fail_ticket(self, ticket: Ticket, error: XyliteError) -> None:
+        for seq in ticket.sequences:
             if seq.finish is None:
                 self.scheduler.stop(seq, "error")
-                self._note_end(seq, "abort")
-                stream.put(TokenEvent(index=seq.index, finish_reason="error", error=error))
-        self._close_if_done(stream)
+                self._note_end(seq, "abort" if error.code == "shutdown" else "error")
+                ticket.sink.put(TokenEvent(index=seq.index, finish_reason="error", error=error))
+        self._close_if_done(ticket)
 
     # The loop
 
@@ -301,12 +318,12 @@ class Engine:
             if record is not None and record.scheduled is None:
                 record.scheduled = now
         flight = _Flight(plan, step, now)
-        loop = asyncio.get_running_loop()
         if step.num_mask_rows and ahead:
-            flight.forwarded = loop.run_in_executor(self._device_thread, self._runner.forward, step)
+            flight.forwarded = self._device_thread.submit(self._runner.forward, step)
         else:
             mask = self._mask(flight)
-            flight.result = loop.run_in_executor(self._device_thread, self._runner.run, step, mask)
+            run = self._device_thread.submit(self._runner.run, step, mask)
+            flight.result = asyncio.wrap_future(run)
         if not ahead and self._gap_since is not None:
             self.tallies.host_gap_seconds += self._clock() - self._gap_since
         return flight
@@ -319,18 +336,17 @@ class Engine:
         return mask
 
     def _submit_sampling(self, flight: _Flight) -> None:
-        """The second half of an iteration whose masks had to wait for the commit before it."""
+        """The second half of an iteration whose masks had to wait for the commit before it.
+
+        Goes to the device thread at once, before anything of the next iteration can.
+        """
         forwarded, mask = flight.forwarded, self._mask(flight)
         assert forwarded is not None
 
-        def sample(done: Any) -> StepResult:
-            return self._runner.sample(done, mask)
+        def sample() -> StepResult:
+            return self._runner.sample(forwarded.result(), mask)
 
-        async def both() -> StepResult:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._device_thread, sample, await forwarded)
-
-        flight.result = asyncio.ensure_future(both())
+        flight.result = asyncio.wrap_future(self._device_thread.submit(sample))
 
     async def _plan_ahead(self, flight: _Flight) -> _Flight | None:
         """Plan the next iteration shortly before this one ends: late enough that requests which
@@ -375,10 +391,12 @@ class Engine:
         ahead = None if following is None else following.plan
         self._deliver(self.scheduler.fail(flight.plan, error, ahead))
         if following is not None:
-            waiting = following.result or following.forwarded
-            assert waiting is not None
-            await asyncio.wait([waiting])
-            waiting.exception()  # its outcome is of no interest, failed or not
+            vain = following.result
+            if vain is None and following.forwarded is not None:
+                vain = asyncio.wrap_future(following.forwarded)
+            assert vain is not None
+            await asyncio.wait([vain])
+            vain.exception()  # its outcome is of no interest, failed or not
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             self._die("the device fails every iteration")
 
@@ -395,8 +413,8 @@ class Engine:
     def _die(self, why: str) -> None:
         self.state = "dead"
         error = EngineError(why, code="engine_dead")
-        for stream in list(self._streams.values()):
-            self._fail_stream(stream, error)
+        for ticket in list(self._tickets.values()):
+            self._fail_ticket(ticket, error)
         self._idle.set()
         self.dead.set()
 
@@ -404,20 +422,26 @@ class Engine:
 
     def _deliver(self, outcomes: Iterable[Outcome]) -> None:
         now = self._clock()
-        touched: list[TokenStream] = []
+        ended: list[Ticket] = []
         for seq, event in outcomes:
-            stream = self._streams.get(seq.request.id)
-            if stream is None:
+            ticket = self._tickets.get(seq.request.id)
+            if ticket is None:
                 continue
-            record = self._records[seq.request.id]
-            if event.tokens:
-                self._note_tokens(record, seq, len(event.tokens), now)
-            if event.finish_reason is not None:
-                self._note_end(seq, event.finish_reason)
-                touched.append(stream)
-            stream.put(event)
-        for stream in touched:
-            self._close_if_done(stream)
+            try:
+                num, finish = ticket.sink.put(event)
+            except Exception:  # noqa: BLE001 - a sink's fault ends its request, not the engine
+                _log.exception("request %s: its events cannot be delivered", seq.request.id)
+                self.cancel(ticket)
+                continue
+            if num:
+                self._note_tokens(self._records[seq.request.id], seq, num, now)
+            if finish is not None:
+                if seq.finish is None:
+                    self.scheduler.stop(seq, finish)
+                self._note_end(seq, finish)
+                ended.append(ticket)
+        for ticket in ended:
+            self._close_if_done(ticket)
 
     def _note_tokens(self, record: RequestRecord, seq: Sequence, num: int, now: float) -> None:
         if record.first_token is None:
@@ -429,6 +453,7 @@ class Engine:
         self._last_delivery[key] = now
         record.last_token = now
         record.num_output += num
+        self.tallies.generation_tokens += num
 
     def _note_end(self, seq: Sequence, reason: FinishReason) -> None:
         record = self._records.get(seq.request.id)
@@ -440,17 +465,17 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(seq)
 
-    def _close_if_done(self, stream: TokenStream) -> None:
-        if any(s.finish is None for s in stream.sequences):
+    def _close_if_done(self, ticket: Ticket) -> None:
+        if any(s.finish is None for s in ticket.sequences):
             return
-        if self._streams.pop(stream.request.id, None) is None:
+        if self._tickets.pop(ticket.request.id, None) is None:
             return
-        record = self._records.pop(stream.request.id)
+        record = self._records.pop(ticket.request.id)
         record.ended = self._clock()
         self.tallies.finished[record.finish_reason] += 1
         for observer in self.observers:
             observer.on_finished(record)
-        if not self._streams:
+        if not self._tickets:
             self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
@@ -472,7 +497,7 @@ class Engine:
             "num_preemptions": c.num_preemptions,
             "prompt_tokens": c.prompt_tokens,
             "prompt_tokens_cached": c.prompt_tokens_cached,
-            "generation_tokens": c.generation_tokens,
+            "generation_tokens": self.tallies.generation_tokens,
             "num_steps": c.num_steps,
             "step_tokens": c.step_tokens,
             "step_seconds": self.tallies.step_seconds,

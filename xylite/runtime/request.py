@@ -44,7 +44,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -266,7 +266,7 @@ def make_request(
                 code="context_length_exceeded",
             )
         wanted = fits
-    end = frozenset() if params.ignore_eos else end_tokens
+    end: frozenset[int] = frozenset() if params.ignore_eos else end_tokens
     return Request(
         id=request_id,
         prompt=tuple(prompt),

@@ -77,13 +77,12 @@ class Counters:
     num_preemptions: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
-    generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     spec_num_drafts: int = 0
     spec_num_draft_tokens: int = 0
     spec_num_accepted_tokens: int = 0
-    spec_accepted_per_pos: list[int] = field(default_factory=list)
+    spec_accepted_per_pos: list[int] = field(default_factory=list[int])
     corrupted: int = 0
     step_tokens: int = 0
 
@@ -444,7 +443,7 @@ class Scheduler:
         if seq.num_planned == seq.num_computed:
             seq.num_pending = 0
         if new:
-            self._count(chunk, new, len(drawn) - 1)
+            self._count_draft(chunk, len(new) - 1)
             if seq.constraint is not None:
                 seq.constraint.accept(new)
         elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:
@@ -465,9 +464,8 @@ class Scheduler:
             num_cached=max(seq.num_cached, 0),
         )
 
-    def _count(self, chunk: Chunk, new: list[int], num_accepted: int) -> None:
+    def _count_draft(self, chunk: Chunk, num_accepted: int) -> None:
         counters = self.counters
-        counters.generation_tokens += len(new)
         if chunk.draft is None:
             return
         counters.spec_num_drafts += 1

@@ -35,7 +35,7 @@ class RequestRecord:
     num_preemptions: int = 0
     finish_reason: FinishReason = "stop"
     ended: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list[float])
 
     def worst(self, reason: FinishReason) -> None:
         """Take over the reason of one more sequence that ended."""
@@ -79,10 +79,14 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Tallies:
-    """What the engine loop counts beside the scheduler's counters."""
+    """What the engine loop counts beside the scheduler's counters.
 
-    finished: Counter[str] = field(default_factory=Counter)
-    rejections: Counter[str] = field(default_factory=Counter)
+    generation_tokens  tokens delivered to clients: what usage adds up to
+    """
+
+    finished: Counter[str] = field(default_factory=Counter[str])
+    rejections: Counter[str] = field(default_factory=Counter[str])
+    generation_tokens: int = 0
     step_seconds: float = 0.0
     host_gap_seconds: float = 0.0
     failed_steps: int = 0

@@ -6,6 +6,7 @@ tabulating a step is a short loop over chunks and a fixed number of numpy calls.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Ids
 
 import numpy as np
 
@@ -272,10 +273,12 @@ class Tabulator:
         ids: list[np.ndarray] = []
         values: list[np.ndarray] = []
         chunk_of = np.searchsorted(first_row, special, side="right") - 1
+        r: int
+        c: int
         for r, c in zip(special.tolist(), chunk_of.tolist(), strict=True):
-            tokens, bias = self._bias[row[r]]
+            tokens, bias = self._bias[int(row[r])]
             if token_index[r] < chunks[c].seq.request.params.min_tokens:
-                ends = self._ends[row[r]]
+                ends = self._ends[int(row[r])]
                 tokens = np.concatenate([tokens, ends])
                 bias = np.concatenate([bias, np.full(len(ends), -np.inf, np.float32)])
             at.append(np.full(len(tokens), r, np.int32))
@@ -331,7 +334,7 @@ def fill_masks(plan: Plan, out: np.ndarray) -> None:
             rows &= bits(allowed, out.shape[1])
 
 
-def bits(ids: "np.ndarray | list[int] | tuple[int, ...] | object", words: int) -> I32:
+def bits(ids: Ids[int], words: int) -> I32:
     """Bit mask of `words` int32 with the bits of `ids` set."""
     flags = np.zeros(words * 32, np.bool_)
     flags[np.asarray(ids, np.int64)] = True

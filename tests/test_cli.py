@@ -40,8 +40,8 @@ class Engine(FakeEngine):
     async def generate(self, prompt, params):
         async for event in await self.submit(prompt, params):
             yield event
-    async def render(self, messages):
-        return await super().render(messages, raw_control_tokens=False)
+    async def render(self, messages, **options):
+        return await super().render(messages, **{"raw_control_tokens": False, **options})
     def snapshot(self):
         return {**super().snapshot(), "prefix_queries": 10, "prefix_hits": 5}
 

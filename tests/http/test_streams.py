@@ -139,6 +139,12 @@ async def test_failure_before_the_first_byte_is_a_status(connect: Connect) -> No
     await error_of(await client.post(TEXT, json={"prompt": "x", "stream": True}), 500, "nonfinite")
 
 
+async def test_an_engine_that_cancels_a_stream_is_an_error(connect: Connect) -> None:
+    client = await connect(FakeEngine(lambda call: [asyncio.CancelledError()]))
+    await error_of(await client.post(TEXT, json={"prompt": "x"}), 500, "aborted")
+    await error_of(await client.post(TEXT, json={"prompt": "x", "stream": True}), 500, "aborted")
+
+
 async def test_one_failed_prompt_stops_the_others(connect: Connect) -> None:
     engine = FakeEngine(lambda call: failing(call) if call.ids == (98,) else held(call))
     client = await connect(engine)

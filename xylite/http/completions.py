@@ -98,12 +98,12 @@ def prompts_of(prompt: Any) -> list[Prompt]:
 
 def _token_ids(name: str, ids: list[Any]) -> list[int]:
     """ids if all are integers; bool is an int to Python, not to us."""
-    for i, token in enumerate(ids):
-        if type(token) is not int:
-            raise RequestError(
-                f"{name}[{i}] must be a token id, got {str(token)[:40]!r}", param=f"{name}[{i}]"
-            )
-    return ids
+    if set(map(type, ids)) <= {int}:
+        return ids
+    i, wrong = next((i, token) for i, token in enumerate(ids) if type(token) is not int)
+    raise RequestError(
+        f"{name}[{i}] must be a token id, got {str(wrong)[:40]!r}", param=f"{name}[{i}]"
+    )
 
 
 async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:

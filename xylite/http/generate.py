@@ -127,7 +127,8 @@ async def submit(
                 if e.param != "prompt" or prompt.name == "prompt":
                     raise
                 e.param = prompt.name
-                e.message = f"{prompt.name}: {e.message}"
+                if len(prompts) > 1:
+                    e.message = f"{prompt.name}: {e.message}"
                 raise
             streams.append(stream)
     except BaseException:

@@ -196,7 +196,7 @@ def decode(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         known = frozenset(kind.__struct_fields__)
         for name in fields.keys() - known:
-            _check_other(name, msgspec.json.decode(fields[name]), strict, note)
+            _check_other(name, fields[name], strict, note)
         return msgspec.json.decode(body, type=kind)
     except RecursionError:
         raise RequestError("the JSON body is nested too deeply", code="invalid_json") from None
@@ -213,13 +213,16 @@ def decode(
         ) from None
 
 
-def _check_other(name: str, value: Any, strict: bool, note: Callable[[str, str], None]) -> None:
+def _check_other(
+    name: str, raw: msgspec.Raw, strict: bool, note: Callable[[str, str], None]
+) -> None:
     """A field that the endpoint does not read."""
     if name in UNSUPPORTED:
+        value = msgspec.json.decode(raw)
         if not _is_nothing(value) and value not in UNSUPPORTED[name]:
             raise unsupported(name)
     elif name in IGNORED:
-        if value is not None:
+        if bytes(raw) != b"null":
             note(name, "it has no effect here")
     elif strict:
         raise RequestError(

@@ -154,7 +154,7 @@ class Delivery:
         self._tick_s = tick_s
         self._num_open = len(streams) * n
         self._pending: dict[tuple[int, int], Pending] = {}
-        self._started = False
+        self._started = self._closing = False
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._pumps = [self._loop.create_task(self._pump(i, s)) for i, s in enumerate(streams)]
@@ -187,6 +187,7 @@ class Delivery:
 
     async def aclose(self) -> None:
         """Stop what still runs."""
+        self._closing = True
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -222,7 +223,10 @@ class Delivery:
         return event.error or EngineError("the engine stopped this request", code="aborted")
 
     def _pump_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (failure := task.exception()) is not None:
+        failure = None if task.cancelled() else task.exception()
+        if task.cancelled() and not self._closing:
+            failure = EngineError("the engine stopped this request", code="aborted")
+        if failure is not None:
             self._failure = self._failure or failure
             self._wake()
 

@@ -110,18 +110,20 @@ def _select(args: Args, _: re.Match[str]) -> None:
     args[3].put(np.where(_fit(_value(args[0]), args[3].sizes), _value(args[1]), _value(args[2])))
 
 
+# The compiler's numbers: rint, round (half away from zero), floor, ceil, trunc.
 _ROUNDING: dict[int, Callable[..., Any]] = {
     0: np.rint,
-    1: np.floor,
-    2: np.ceil,
-    3: np.round,
+    1: lambda x: np.trunc(x + np.copysign(0.5, x)),
+    2: np.floor,
+    3: np.ceil,
     4: np.trunc,
 }
 
 
-def _cast(args: Args, _: re.Match[str]) -> None:
+def _cast(args: Args, name: re.Match[str]) -> None:
     x, target = _value(args[0]), args[1]
-    if target.dtype.startswith("i") and x.dtype.kind == "f":
+    # From float32 to float32 the rounding is the purpose: math.floor and its kind.
+    if x.dtype.kind == "f" and (target.dtype.startswith("i") or name[1] == name[2]):
         x = _ROUNDING.get(args[-1], np.rint)(x)
     target.put(x.astype(np.float32) if x.dtype == bool else x)
 

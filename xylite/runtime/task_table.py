@@ -18,9 +18,11 @@ per KV head. With tile classes 16 and 128, KV tiles of 128 keys and 4 cores, one
     verify   0..52 (53)     128   2089  267,392
     decode   0 (1)           16   1987   31,792
 
-927,312 in all, 231,828 per core. The cap is a quarter of that, 57,957: a task of class 128 may
-read 3 KV tiles (384 keys), so the four large tiles become 4, 5, 5 and 6 parts; the decodes stay
-whole. That makes 22 tasks; the slowest core has 1.04 times the mean load. (The paper counts 6 tile
+The classes run one after the other, so each is shared out by itself. Class 128 has a load of
+868,992 in all, 217,248 per core. The cap is a quarter of that, 54,312: a task may read 3 KV tiles
+(384 keys), so the four large tiles become 4, 5, 5 and 6 parts. Class 16 has 58,320 in all; its cap
+is below the least length of 2 KV tiles (256 keys), which makes 7 and 8 parts. That is 20 and 15
+tasks, and the slowest core has 1.01 times the mean load. (The paper counts 6 tile
 blocks for this mix and gives the verify a third class of 64 rows; a class is a compiled kernel
 here, so there are two.)
 """
@@ -32,7 +34,8 @@ from xylite.runtime.step import I32, TASK_FIELDS, TaskList, TaskTable, TokenTabl
 
 I64 = NDArray[np.int64]
 
-CAP_SHARE = 4  # a task is at most this fraction (1 / CAP_SHARE) of the mean core load
+CAP_SHARE = 4  # a task has at most this fraction (1 / CAP_SHARE) of its class's mean core load
+MIN_TILES = 2  # but keys are not cut into parts shorter than this many KV tiles
 INVARIANT_CUT = 4096  # keys between cuts when results must not depend on the batch
 
 
@@ -86,13 +89,24 @@ def _tiles(
     }
 
 
-def _cut_evenly(tiles: dict[str, I64], kv_tile: int, cap: float) -> tuple[I64, I64, I64, I64]:
-    """Parts of about equal length such that none's load exceeds `cap`; a part has >= 1 KV tile.
+def _caps(tiles: dict[str, I64], num_kv_heads: int, num_cores: int) -> NDArray[np.float64]:
+    """Of each tile, the largest load of a task of its class."""
+    loads = tiles["tile_q"] * (tiles["kv_end"] - tiles["kv_start"])
+    sizes, classes = np.unique(tiles["tile_q"], return_inverse=True)
+    totals = np.bincount(classes, weights=loads, minlength=len(sizes)) * num_kv_heads
+    return (totals / num_cores / CAP_SHARE)[classes]
+
+
+def _cut_evenly(
+    tiles: dict[str, I64], kv_tile: int, cap: NDArray[np.float64]
+) -> tuple[I64, I64, I64, I64]:
+    """Parts of about equal length such that none's load exceeds `cap` [tiles], nor is any shorter
+    than MIN_TILES KV tiles for its sake.
 
     Returns how many parts each tile has, the tile of each part, and where its keys start and end.
     """
     blocks = -(-(tiles["kv_end"] - tiles["kv_start"]) // kv_tile)
-    most = np.maximum(np.floor_divide(cap, tiles["tile_q"] * kv_tile), 1).astype(np.int64)
+    most = np.maximum(cap // (tiles["tile_q"] * kv_tile), MIN_TILES).astype(np.int64)
     # A tile below the cap stays whole, though its last, part-filled KV tile may round it up.
     whole = tiles["tile_q"] * (tiles["kv_end"] - tiles["kv_start"]) <= cap
     counts = np.where(whole, 1, -(-blocks // most))
@@ -172,12 +186,11 @@ def build(
     assert 1 <= len(tile_classes) <= 2 and list(tile_classes) == sorted(tile_classes), tile_classes
     assert min(num_kv_heads, group, kv_tile, num_cores) >= 1
     tiles = _tiles(table, group, window, tile_classes, kv_tile)
-    keys = tiles["kv_end"] - tiles["kv_start"]
     if batch_invariant:
         counts, tile, kv_start, kv_end = _cut_at_multiples(tiles, _invariant_cut(kv_tile))
     else:
-        total = int((tiles["tile_q"] * keys).sum()) * num_kv_heads
-        counts, tile, kv_start, kv_end = _cut_evenly(tiles, kv_tile, total / num_cores / CAP_SHARE)
+        caps = _caps(tiles, num_kv_heads, num_cores)
+        counts, tile, kv_start, kv_end = _cut_evenly(tiles, kv_tile, caps)
 
     # Rows of the partial results: by tile, then head, then part.
     is_cut = counts > 1
@@ -188,7 +201,8 @@ def build(
     in_tile = np.arange(len(tile)) - _starts(counts)[tile]
 
     load = tiles["tile_q"][tile] * (kv_end - kv_start)
-    order = np.argsort(-load, kind="stable")
+    # Large tiles first, so that each class is a stretch of the round-robin, even by itself.
+    order = np.lexsort((-load, -tiles["tile_q"][tile]))
     n = len(order) * num_kv_heads
     place, core = _deal(n, num_cores)
     task, head = order[place // num_kv_heads], place % num_kv_heads
@@ -226,30 +240,29 @@ def max_part_rows(
     """How many rows the partial results of any iteration can have, for `build`'s settings.
 
     By load, a tile of load > cap is cut at no less than half the cap, so into at most
-    2 * load / cap + 1 parts; loads sum up to CAP_SHARE * num_cores caps.
+    2 * load / cap + 1 parts; the loads of a class sum up to CAP_SHARE * num_cores caps.
     num_rows, max_len  with batch_invariant: packed rows of an iteration, all KV heads together,
                        and keys of the longest sequence
     """
     if batch_invariant:
         cut = _invariant_cut(kv_tile)
         return num_rows * -(-max_len // cut) if max_len > cut else 0
-    return 3 * CAP_SHARE * num_cores * tile_classes[-1]
+    return 3 * CAP_SHARE * num_cores * sum(tile_classes)
 
 
 def core_loads(table: TaskTable) -> I64:
-    """[cores] load of each core, all tile classes together."""
+    """[classes, cores] load of each core."""
     column = TASK_FIELDS.index("load")
-    return np.sum(
-        [
-            np.diff(_starts(c.tasks[:, column].astype(np.int64))[c.core_start])
-            for c in table.classes
-        ],
-        axis=0,
+    return np.stack(
+        [np.diff(_starts(c.tasks[:, column].astype(np.int64))[c.core_start]) for c in table.classes]
     )
 
 
 def balance(table: TaskTable) -> float:
-    """Load of the slowest core over the mean, 1 = perfect; 1 also if there is nothing to do."""
+    """Load of the slowest core over the mean, 1 = perfect; 1 also if there is nothing to do.
+
+    Classes run one after the other, so each has a slowest core; their loads are summed.
+    """
     loads = core_loads(table)
     total = int(loads.sum())
-    return float(loads.max()) * len(loads) / total if total else 1.0
+    return float(loads.max(axis=1).sum()) * loads.shape[1] / total if total else 1.0

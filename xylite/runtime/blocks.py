@@ -168,6 +168,11 @@ class KVBlocks:
         seq.num_planned = position
         return position - start
 
+    def is_shared(self, seq: Sequence) -> bool:
+        """The sequence stands at the end of a block that other running sequences use, too."""
+        at_end = seq.num_planned == seq.num_shared * self.block_size
+        return at_end and seq.num_shared > 0 and seq.node.refs > 1
+
     def held(self, seq: Sequence) -> int:
         """Whole blocks of a waiting sequence's beginning that running sequences hold already."""
         node = self._roots.get(seq.request.cache_salt)

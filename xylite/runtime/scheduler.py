@@ -118,6 +118,7 @@ class Scheduler:
         self.counters = Counters()
         self._rows = list(range(max_num_seqs - 1, -1, -1))
         self._number = 0
+        self._serial = 0
 
     # Coming and going
 
@@ -134,7 +135,8 @@ class Scheduler:
                 f"the server is full: {self.num_unfinished} sequences are running or waiting, the "
                 f"limit is {self.max_num_seqs + self.max_queued}, and this request needs {n}"
             )
-        new = [Sequence(request, i, now) for i in range(n)]
+        new = [Sequence(request, i, now, self._serial + i) for i in range(n)]
+        self._serial += n
         self.waiting += new
         return new
 
@@ -179,7 +181,7 @@ class Scheduler:
     def _rank(seq: Sequence, now: float) -> tuple[int, float, int]:
         """Order of service, best first: priority with ageing, then arrival."""
         aged = seq.request.priority - int((now - seq.arrival) / AGEING_S)
-        return (aged, seq.arrival, seq.index)
+        return (aged, seq.arrival, seq.serial)
 
     def plan(self, now: float, *, ahead: bool = False) -> Plan | None:
         """The chunks of the next iteration; None if there is nothing to do.
@@ -323,12 +325,15 @@ class Scheduler:
                 continue
             num_copies = len(plan.copies)
             self._match(plan, seq)
-            share = budget
-            if seq.remaining > full and i + 1 < len(prefills) and full >= LONG_SHARE:
-                share = max(budget - full // LONG_SHARE, 1)
-            num = self._fit(seq, min(seq.remaining, share))
+            want = min(seq.remaining, budget)
+            if budget == full and want < seq.remaining and i + 1 < len(prefills):
+                want = max(budget - full // LONG_SHARE, 1)
+            if budget < full and self._leaves_to_others(seq, want):
+                continue
+            want = self._whole_blocks(seq, want)
+            num = self._fit(seq, want)
             while num == 0 and not plan.chunks and not ahead and self._make_room(seq, plan, now):
-                num = self._fit(seq, min(seq.remaining, share))
+                num = self._fit(seq, want)
             if num == 0:
                 barred = True
                 if seq.row < 0:  # preempted itself: nobody owns the copies' destinations
@@ -338,14 +343,25 @@ class Scheduler:
             self.blocks.publish(seq, plan.number)
             budget -= num
 
-    def _fit(self, seq: Sequence, num: int) -> int:
-        """`num` cut to whole blocks if it is not the rest, and to the blocks there are."""
+    def _whole_blocks(self, seq: Sequence, num: int) -> int:
+        """`num` cut to a block's end where that costs little: others can use whole blocks only."""
+        if num >= seq.remaining:
+            return num
         size = self.blocks.block_size
+        whole = (seq.num_planned + num) // size * size - seq.num_planned
+        return whole if 2 * whole >= num else num
+
+    def _leaves_to_others(self, seq: Sequence, num: int) -> bool:
+        """`num` tokens do not fill the sequence's next block, and others on its path, one of whom
+        was planned before it, are about to compute the same block."""
+        fills = num >= min(seq.remaining, self.blocks.block_size)
+        return not fills and self.blocks.is_shared(seq)
+
+    def _fit(self, seq: Sequence, num: int) -> int:
+        """`num` cut to the blocks there are, which are taken."""
         end = seq.num_planned + num
-        if num < seq.remaining and end // size * size > seq.num_planned:
-            end = end // size * size
         if not self._reserve(seq, end):
-            end = min(end, (len(seq.blocks) + self.blocks.num_free) * size)
+            end = min(end, (len(seq.blocks) + self.blocks.num_free) * self.blocks.block_size)
             if end <= seq.num_planned or not self._reserve(seq, end):
                 return 0
         return end - seq.num_planned

@@ -32,6 +32,7 @@ class Sequence:
     blocks         KV blocks in order; the first num_shared are owned by the prefix tree
     node           deepest node of the prefix tree on this sequence's path
     diverged       another sequence published the next block first: this one stays private
+    serial         order of arrival among all sequences of the scheduler
     row            place in the scheduler's row arrays while running, else -1
     epoch          counts how often computed state was dropped; a step planned in an earlier
                    epoch no longer concerns this sequence
@@ -63,13 +64,15 @@ class Sequence:
         "row",
         "sample_row",
         "seed",
+        "serial",
         "tokens",
     )
 
-    def __init__(self, request: Request, index: int, arrival: float):
+    def __init__(self, request: Request, index: int, arrival: float, serial: int = 0):
         self.request = request
         self.index = index
         self.arrival = arrival
+        self.serial = serial
         self.seed = _mixed_seed(request.seed, index)
         self.tokens: list[int] = list(request.prompt)
         self.num_prompt = len(self.tokens)

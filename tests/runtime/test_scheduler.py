@@ -247,21 +247,23 @@ def test_iteration_planned_ahead_leaves_out_sequences_known_to_end():
 
 
 def test_planning_ahead_without_blocks_waits_and_takes_its_plan_back():
-    driver = Driver(num_blocks=5, block_size=2, budget=8, max_num_seqs=2, reuse=False)
-    requests = [ask(driver, name, [i + 1] * 3, 4) for i, name in enumerate("ab")]
-    flights = [driver.plan(), driver.plan(ahead=True)]
-
-    def commit():
-        plan, made = flights.pop(0)
+    driver = Driver(num_blocks=9, block_size=2, budget=8, max_num_seqs=2, reuse=False)
+    requests = [ask(driver, name, [i + 1] * 3, 9) for i, name in enumerate("ab")]
+    flight = driver.plan()
+    while True:
+        before = [(s.num_planned, s.num_pending) for s in driver.scheduler.running]
+        ahead = driver.plan(ahead=True)
+        if ahead is None:
+            break
+        plan, made = flight
         for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
             driver.events[seq.request.id, seq.index].append(event)
-        driver.check()
-
-    commit()
-    before = [(s.num_planned, s.num_pending) for s in driver.scheduler.running]
-    assert driver.plan(ahead=True) is None, "one block is left for two sequences"
+        flight = ahead
+    assert driver.blocks.num_free == 0, "one of the two found the last block"
     assert [(s.num_planned, s.num_pending) for s in driver.scheduler.running] == before
-    commit()
+    plan, made = flight
+    for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
+        driver.events[seq.request.id, seq.index].append(event)
     driver.run()
     assert driver.scheduler.counters.num_preemptions == 1
     for r in requests:

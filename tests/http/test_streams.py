@@ -132,6 +132,26 @@ async def test_failure_in_the_middle_is_told_and_ends_the_stream(
     assert (await client.post(path, json=body)).status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ends_and_failures_are_told_at_once(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """And not when the request next looks up by itself."""
+    monkeypatch.setattr("xylite.http.stream.TICK_S", 3600.0)
+    body = {"prompt": "x", "stream": stream}
+    for last in (TextEvent(index=0, finish_reason="stop"), failing(None)[-1], ValueError("bug")):  # pyright: ignore
+        more = asyncio.Event()
+        engine = FakeEngine(lambda call, more=more, last=last: [more, last])
+        client = await connect(engine)
+        request = asyncio.ensure_future(client.post(TEXT, json=body))
+        await engine.until(lambda engine=engine: engine.num_running == 1)
+        more.set()
+        async with asyncio.timeout(20):
+            assert (await request).status == (
+                200 if isinstance(last, TextEvent) and not last.error else 500
+            )
+
+
 async def test_failure_before_the_first_byte_is_a_status(connect: Connect) -> None:
     client = await connect(
         FakeEngine(lambda call: [TextEvent(index=0, finish_reason="error", error=engine_fault())])

@@ -131,6 +131,31 @@ def test_a_cut_far_down_a_large_vocabulary_is_found(top_k, top_p):
     assert wrong.sum() <= 1  # float32 sums may move the edge by one token
 
 
+def test_a_filter_that_removes_nothing_changes_nothing_even_in_the_far_tail():
+    row = torch.full((2000,), -20.0)
+    row[7] = 0.0  # what is left has 4e-6 of the probability
+    edge = float(np.nextafter(np.float32(1), np.float32(0)))
+    u = [0.01, 0.5, 0.999997, edge]
+
+    def draw(**changes: Any) -> list[int]:
+        return sample(
+            row.expand(4, -1).clone(), batch(4, uniform=u, **changes), None, None
+        ).tolist()
+
+    plain = draw()
+    assert plain[:2] == [7, 7] and plain[2] != 7 and plain[3] > 1900
+    for filters in ({"min_p": 1e-12}, {"top_k": 1999}, {"top_k": 5000, "filtered": True}):
+        assert draw(**filters) == plain
+
+
+def test_rows_that_allow_nothing_or_are_not_finite_harm_no_other():
+    x = logits(5)
+    alone = sample(x[4:].clone(), batch(1, top_k=5, top_p=0.9), None, None)
+    x[0], x[1], x[2, 3], x[3, 4] = -torch.inf, torch.nan, torch.inf, torch.nan
+    ids = sample(x, batch(5, top_k=5, top_p=0.9), None, None)
+    assert ids[4] == alone[0] and ids.min() >= 0 and ids.max() < V
+
+
 def test_top_p_keeps_the_best_token_however_small_and_ties_at_the_edge():
     row = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0])
     assert (draw_all(row, top_p=1e-6) > 0).tolist() == [False, True, False, True, False]
@@ -160,6 +185,7 @@ def test_presence_and_frequency_count_output_and_drafts_but_not_the_prompt():
     state = SamplerState(torch.zeros(2, V, dtype=torch.bool), torch.zeros(2, V, dtype=torch.int32))
     state.in_prompt[1, 30] = True
     state.count[1, 11] = 3
+    state.count[0], state.in_prompt[0] = 9, True  # another sequence's
     x[:, 30], x[:, 11], x[:, 12], x[:, 13] = 1.0, 4.2, 3.1, 2.0
     made = batch(
         4,
@@ -167,11 +193,12 @@ def test_presence_and_frequency_count_output_and_drafts_but_not_the_prompt():
         state_row=[1, 1, 1, -1],
         frequency_penalty=[1.0, 0.5, 0.0, 1.0],
         presence_penalty=[0.0, 0.0, 2.0, 2.0],
-        seen_row=[1, 1, 2],
-        seen_token=[12, 12, 12],
+        repetition_penalty=[1.0, 1.0, 1.0, 3.0],
+        seen_row=[1, 1, 2, 3],
+        seen_token=[12, 12, 12, 30],
     )
     # Row 0: 11 falls to 1.2. Row 1: 11 to 2.7, 12 to 2.1. Row 2: 11 to 2.2, 12 to 1.1. Row 3 has
-    # no state and does not change.
+    # no state, so nothing counts but its draft token 30, which it likes less now: 1.0 / 3 - 3.
     assert sample(x, made, state, None).tolist() == [12, 11, 11, 11]
     x = torch.zeros(1, V)
     x[0, 30], x[0, 11] = 1.0, 0.9

@@ -318,10 +318,9 @@ def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
         kth = torch.where((top_k < num_ids)[:, None], kth, -torch.inf)
         kept = logits.masked_fill(logits < kth, -torch.inf)
         share = (best - torch.logsumexp(kept, -1, keepdim=True)).exp()
-        share = share.masked_fill(best < kth, 0)
         before = share.cumsum(-1) - share
         inside = (before < top_p[:, None]) & (best >= kth) & (best > -torch.inf)
-        inside[:, 0] = True
+        inside[:, 0] = True  # also of a row that allows nothing, or is not finite
         last = best.gather(1, inside.sum(-1, keepdim=True) - 1)
         # Exact if the row's cut lies among the best, or nothing is cut by this row at all.
         known = (top_k <= width) | (top_k == num_ids)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -38,15 +38,19 @@ class Runner(Protocol):
     def sample(self, forwarded: Any, mask: np.ndarray | None = None) -> StepResult: ...
 
 
+OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function on the device thread
+
+
 class Drafter(Protocol):
     """Proposes drafts. `propose` runs between iterations and may return at once with nothing."""
 
-    async def propose(self, sequences: list[Sequence]) -> None:
+    async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences it has a proposal for."""
         ...
 
-    def observe(self, chunks: Plan, seconds: float) -> None:
-        """Learn from a committed iteration: what was accepted, and how long it took."""
+    def observe(self, plan: Plan, seconds: float, gap: float) -> None:
+        """Learn from a committed iteration: what was accepted, the seconds the device took, and
+        those it waited because the iteration could not be planned ahead."""
         ...
 
     @property
@@ -135,6 +139,8 @@ class _Flight:
         self.plan = plan
         self.step = step
         self.submitted = submitted
+        self.gap = 0.0
+        self.seconds = 0.0
         self.forwarded: Future[Any] | None = None
         self.result: asyncio.Future[StepResult] | None = None
 
@@ -300,8 +306,7 @@ class Engine:
                 continue
             self._failed_in_a_row = 0
             self._deliver(self.scheduler.commit(flight.plan, result))
-            if self._drafter is not None:
-                await self._draft(flight)
+            await self._draft(flight, following)
             if following is not None and following.result is None:
                 self._submit_sampling(following)
             flight = following
@@ -325,7 +330,8 @@ class Engine:
             run = self._device_thread.submit(self._runner.run, step, mask)
             flight.result = asyncio.wrap_future(run)
         if not ahead and self._gap_since is not None:
-            self.tallies.host_gap_seconds += self._clock() - self._gap_since
+            flight.gap = self._clock() - self._gap_since
+            self.tallies.host_gap_seconds += flight.gap
         return flight
 
     def _mask(self, flight: _Flight) -> np.ndarray | None:
@@ -353,7 +359,7 @@ class Engine:
         arrive meanwhile are in it, early enough that the device does not wait."""
         if not self._async_scheduling or flight.plan.has_drafts or self.state == "dead":
             return None
-        if self._drafter is not None and self._drafter.is_active:
+        if self._wants_to_draft():
             return None
         expected = self._durations.get(flight.plan.num_tokens.bit_length(), 0.0)
         left = flight.submitted + expected - PLAN_MARGIN_S - self._clock()
@@ -373,6 +379,7 @@ class Engine:
             return e
         now = self._clock()
         seconds = now - max(flight.submitted, self._device_free_at)
+        flight.seconds = seconds
         self._device_free_at = self._gap_since = now
         self.tallies.step_seconds += seconds
         key = flight.plan.num_tokens.bit_length()
@@ -400,15 +407,37 @@ class Engine:
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             self._die("the device fails every iteration")
 
-    async def _draft(self, flight: _Flight) -> None:
-        assert self._drafter is not None
+    def _wants_to_draft(self) -> bool:
+        if self._drafter is None:
+            return False
         try:
-            self._drafter.observe(flight.plan, self._clock() - flight.submitted)
-            ready = [s for s in self.scheduler.running if s.remaining == 1 and not s.num_inflight]
-            await self._drafter.propose(ready)
+            return self._drafter.is_active
         except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
-            _log.exception("the drafter failed and is switched off")
-            self._drafter = None
+            self._switch_drafting_off()
+            return False
+
+    async def _draft(self, flight: _Flight, following: _Flight | None) -> None:
+        """Let the drafter learn, and propose if nothing is in flight."""
+        drafter = self._drafter
+        if drafter is None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            gap = flight.gap if self._async_scheduling else 0.0
+            drafter.observe(flight.plan, flight.seconds, gap)
+            if following is None:
+                running = self.scheduler.running
+                ready = [s for s in running if s.remaining == 1 and s.finish is None]
+                proposal = drafter.propose(
+                    ready, lambda work: loop.run_in_executor(self._device_thread, work)
+                )
+                await asyncio.wait_for(proposal, self._watchdog_s)
+        except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
+            self._switch_drafting_off()
+
+    def _switch_drafting_off(self) -> None:
+        _log.exception("the drafter failed and is switched off")
+        self._drafter = None
 
     def _die(self, why: str) -> None:
         self.state = "dead"
@@ -462,8 +491,11 @@ class Engine:
             record.num_cached += max(seq.num_cached, 0) if seq.index == 0 else 0
             record.num_preemptions += seq.num_preemptions
         self._last_delivery.pop((seq.request.id, seq.index), None)
-        if self._drafter is not None:
-            self._drafter.forget(seq)
+        try:
+            if self._drafter is not None:
+                self._drafter.forget(seq)
+        except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
+            self._switch_drafting_off()
 
     def _close_if_done(self, ticket: Ticket) -> None:
         if any(s.finish is None for s in ticket.sequences):

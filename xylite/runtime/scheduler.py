@@ -246,6 +246,8 @@ class Scheduler:
                 continue
             draft = self._cut_draft(seq, spare)
             num = 1 + (len(draft) if draft else 0)
+            if draft is not None and not self._reserve(seq, seq.num_planned + num):
+                draft, num = None, 1  # nobody is preempted for the sake of a draft
             while not self._reserve(seq, seq.num_planned + num):
                 if ahead:
                     self._undo(plan)
@@ -459,7 +461,7 @@ class Scheduler:
         if seq.num_planned == seq.num_computed:
             seq.num_pending = 0
         if new:
-            self._count_draft(chunk, len(new) - 1)
+            self._count_draft(chunk, min(len(drawn) - 1, len(new)))
             if seq.constraint is not None:
                 seq.constraint.accept(new)
         elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:

@@ -1,0 +1,152 @@
+"""Prompt lookup: what followed the last time the text ended like this.
+
+Source: Saxena, Prompt Lookup Decoding, 2023. Texts that quote their prompt (edits, summaries, code)
+repeat long runs of it, so the continuation of an earlier occurrence is a good draft.
+"""
+
+from xylite.runtime.drafters import DraftOptions
+from xylite.runtime.request import Draft
+from xylite.runtime.sequence import Sequence
+
+MAX_CANDIDATES = 16  # earlier occurrences compared, latest first
+MAX_GROWTH = 8192  # tokens indexed in one call: about 3 ms of the event loop
+
+
+class Index:
+    """Where each run of `size` tokens was followed by another token, latest first.
+
+    A place is the position of the token that follows. Two runs of one hash are told apart when
+    the tokens before a place are compared.
+
+    under  index of the text's beginning, when several texts share it
+    end    places below it are indexed
+    """
+
+    __slots__ = ("_before", "_first", "_last", "end", "size", "under")
+
+    def __init__(self, size: int, start: int = 0, under: "Index | None" = None):
+        self.size = size
+        self.under = under
+        self.end = self._first = max(start, size)
+        self._last: dict[int, int] = {}
+        self._before: list[int] = []
+
+    def grow(self, tokens: list[int], end: int) -> None:
+        """Index the places below `end`; tokens[:end] never change."""
+        size, last, before = self.size, self._last, self._before
+        for place in range(self.end, end):
+            key = hash(tuple(tokens[place - size : place]))
+            before.append(self._latest(key))
+            last[key] = place
+        self.end = max(self.end, end)
+
+    def _latest(self, key: int) -> int:
+        place = self._last.get(key, -1)
+        return self.under._latest(key) if place < 0 and self.under is not None else place
+
+    def _earlier(self, place: int) -> int:
+        if place >= self._first:
+            return self._before[place - self._first]
+        return -1 if self.under is None else self.under._earlier(place)
+
+    def find(self, tokens: list[int], longest: int) -> int:
+        """The place whose preceding tokens agree longest with the end of `tokens`.
+
+        The latest such place; at least `size` tokens agree and no more than `longest` are
+        compared. -1 if there is none.
+        """
+        end = len(tokens)
+        if end < self.size:
+            return -1
+        place = self._latest(hash(tuple(tokens[end - self.size :])))
+        best, best_length = -1, self.size - 1
+        for _ in range(MAX_CANDIDATES):
+            if place < 0 or best_length >= longest:
+                break
+            length = 0
+            most = min(longest, place)
+            while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+                length += 1
+            if length > best_length:
+                best, best_length = place, length
+            place = self._earlier(place)
+        return best
+
+
+class _Track:
+    """One sequence's index, and what was found for its present length."""
+
+    __slots__ = ("index", "length", "place")
+
+    def __init__(self, index: Index):
+        self.index = index
+        self.length = -1
+        self.place = -1
+
+
+class Ngram:
+    """Looks up the longest recent match of the text's end, in prompt and output.
+
+    The sequences of one request share the index of their prompt.
+    """
+
+    on_device = False
+
+    def __init__(self, num_tokens: int, lookup_min: int, lookup_max: int):
+        self._num_tokens = num_tokens
+        self._min = lookup_min
+        self._max = lookup_max
+        self._tracks: dict[Sequence, _Track] = {}
+        self._prompts: dict[str, tuple[Index, set[int]]] = {}
+
+    def expects(self, seq: Sequence) -> int:
+        return self._num_tokens if self._place(seq) >= 0 else 0
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
+        return [self._draft(seq, n) for seq, n in wanted]
+
+    def _draft(self, seq: Sequence, n: int) -> Draft | None:
+        place = self._place(seq)
+        if place < 0:
+            return None
+        tokens = seq.tokens
+        draft = tokens[place : place + n]
+        period = len(tokens) - place
+        while len(draft) < n:  # the match reaches the end: the text repeats itself
+            draft.append(draft[len(draft) - period])
+        return Draft(tuple(draft))
+
+    def _place(self, seq: Sequence) -> int:
+        """Where the sequence's end was found; -1 if nowhere, or the index is not complete yet."""
+        track = self._tracks.get(seq)
+        if track is None:
+            track = self._tracks[seq] = self._new(seq)
+        length = len(seq.tokens)
+        if track.length != length:
+            track.length = length
+            track.place = -1
+            prompt = track.index.under
+            assert prompt is not None
+            if prompt.end < seq.num_prompt > prompt.size:
+                prompt.grow(seq.tokens, min(prompt.end + MAX_GROWTH, seq.num_prompt))
+            if prompt.end >= seq.num_prompt:
+                track.index.grow(seq.tokens, length)
+                track.place = track.index.find(seq.tokens, self._max)
+        return track.place
+
+    def _new(self, seq: Sequence) -> _Track:
+        prompt, users = self._prompts.setdefault(seq.request.id, (Index(self._min), set()))
+        users.add(seq.index)
+        return _Track(Index(self._min, seq.num_prompt, prompt))
+
+    def forget(self, seq: Sequence) -> None:
+        if self._tracks.pop(seq, None) is None:
+            return
+        _, users = self._prompts[seq.request.id]
+        users.discard(seq.index)
+        if not users:
+            del self._prompts[seq.request.id]
+
+
+def make(options: DraftOptions) -> Ngram:
+    return Ngram(options.num_tokens, options.lookup_min, options.lookup_max)

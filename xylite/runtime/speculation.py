@@ -1,0 +1,298 @@
+"""How much is drafted: stands between the engine and a drafter.
+
+Every draft token costs device time and is accepted with some chance. Both are learnt: chances per
+sequence from what was accepted, costs from how long iterations of each size took. Drafts are made
+as long as the tokens expected per second grow with them, so they shrink as the batch grows and
+stop when it is compute bound, or when a text is not predictable. Source of the idea: Liu et al.,
+Optimizing Speculative Decoding for Serving Large Language Models Using Goodput, 2024.
+"""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from xylite import plugins
+from xylite.config import SpeculativeConfig
+from xylite.runtime.drafters import DraftOptions, Proposer
+from xylite.runtime.request import Draft
+from xylite.runtime.scheduler import Plan
+from xylite.runtime.sequence import Sequence
+
+FRESH_STEPS = 512  # a measurement older than this is made again
+MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up on first use
+MIN_GAIN = 1.02  # expected speed-up below which drafting is left alone
+
+CHANCE_MEMORY = 0.9  # weight of what was known when a draft was verified
+CHANCE_FADING = 0.98  # the same for a token without a draft: after a while it is tried again
+PRIOR_WEIGHT = 2.0
+PRIOR_MEMORY = 0.98
+PRIOR_RANGE = (0.3, 0.9)
+
+OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class _Mean:
+    """A running mean that follows changes and lets single outliers pass by."""
+
+    __slots__ = ("_num", "_value")
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._num = 0
+
+    def add(self, x: float) -> None:
+        self._num += 1
+        if self._num <= MIN_SAMPLES:
+            self._value = x if self._num == 1 else min(self._value, x)
+        else:
+            self._value += 0.1 * (min(x, 2 * self._value) - self._value)
+
+    @property
+    def is_known(self) -> bool:
+        return self._num >= MIN_SAMPLES
+
+    @property
+    def value(self) -> float:
+        """0 until it is known: what was not tried is taken to be free, and so is tried."""
+        return self._value if self.is_known else 0.0
+
+
+class StepCosts:
+    """Seconds of an iteration of decode and verify chunks, by its number of tokens.
+
+    Sizes that were not measured lately are taken from their neighbours, and beyond the largest
+    measured size tokens are free: so new sizes are tried.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+        self._measured: dict[int, int] = {}
+        self._step = 0
+        self._curve: tuple[np.ndarray, np.ndarray] | None = None
+
+    @staticmethod
+    def _size(num_tokens: int) -> int:
+        """The size a number of tokens counts as: itself up to 16, then an eighth of an octave."""
+        shift = max(num_tokens.bit_length() - 5, 0)
+        return num_tokens >> shift << shift
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self._step += 1
+        size = self._size(num_tokens)
+        if not self._is_fresh(size):
+            self._means[size] = _Mean()
+        self._means[size].add(seconds)
+        self._measured[size] = self._step
+        self._curve = None
+
+    def _is_fresh(self, size: int) -> bool:
+        return self._step - self._measured.get(size, -FRESH_STEPS) < FRESH_STEPS
+
+    def knows(self, num_tokens: int) -> bool:
+        """This size was measured, lately and more than once."""
+        size = self._size(num_tokens)
+        return self._is_fresh(size) and self._means[size].is_known
+
+    def _known(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._curve is None:
+            sizes = sorted(s for s in self._means if self.knows(s))
+            values = np.array([self._means[s].value for s in sizes])
+            self._curve = np.array(sizes), np.maximum.accumulate(values)
+        return self._curve
+
+    def seconds(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Estimates for several sizes, some size being known."""
+        return np.interp(num_tokens, *self._known())
+
+    @property
+    def largest_trial(self) -> int:
+        """The largest size worth trying: twice what is known, as beyond it nothing is."""
+        return max(2 * int(self._known()[0][-1]), 8)
+
+
+class _Chance:
+    """How often draft tokens of one sequence are accepted, given that those before them are."""
+
+    __slots__ = ("accepted", "tried")
+
+    def __init__(self) -> None:
+        self.accepted = 0.0
+        self.tried = 0.0
+
+    def verified(self, num_accepted: int, depth: int) -> None:
+        self.accepted = CHANCE_MEMORY * self.accepted + num_accepted
+        self.tried = CHANCE_MEMORY * self.tried + num_accepted + (num_accepted < depth)
+
+    def fade(self) -> None:
+        self.accepted *= CHANCE_FADING
+        self.tried *= CHANCE_FADING
+
+    def value(self, prior: float) -> float:
+        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
+
+
+class Clock(Protocol):
+    def __call__(self) -> float: ...
+
+
+class Speculation:
+    """A drafter as the engine wants it.
+
+    max_draft  longest draft in tokens
+    clock      seconds, the engine's
+    """
+
+    def __init__(self, proposer: Proposer, max_draft: int, clock: Clock):
+        self.max_draft = max_draft
+        self._proposer = proposer
+        self._clock = clock
+        self._chances: dict[Sequence, _Chance] = {}
+        self._costs = StepCosts()
+        self._forget_draft_costs()
+        self._population = [3.0, 5.0]  # draft tokens accepted and tried, of all sequences
+        self._yield = 1.0  # accepted tokens per accepted token expected
+        self._expected: dict[Sequence, float] = {}
+        self._propose_seconds = 0.0
+
+    def _forget_draft_costs(self) -> None:
+        self._gap = _Mean()  # seconds lost because a step with drafts cannot be planned ahead
+        self._draft_cost = _Mean()  # seconds of drafting per token of depth, on the device
+        self._steps_without = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Drafting would pay now, as far as the tokens known so far tell."""
+        return any(self._lengths([s for s in self._chances if s.row >= 0]))
+
+    def forget(self, seq: Sequence) -> None:
+        self._chances.pop(seq, None)
+        self._expected.pop(seq, None)
+        self._proposer.forget(seq)
+
+    async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
+        """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
+        self._propose_seconds = 0.0
+        for seq in sequences:
+            self._chances.setdefault(seq, _Chance())
+        lengths = self._lengths(sequences)
+        wanted = [(s, n) for s, n in zip(sequences, lengths, strict=True) if n]
+        if not wanted:
+            return
+        work = partial(self._proposer.propose, wanted)
+        start = self._clock()
+        drafts: list[Draft | None] = await on_device(work) if self._proposer.on_device else work()
+        self._propose_seconds = self._clock() - start
+        depths = [_depth(d) for d in drafts if d is not None]
+        if depths and self._proposer.on_device:
+            self._draft_cost.add(self._propose_seconds / max(depths))
+        prior = self._prior
+        for (seq, _), draft in zip(wanted, drafts, strict=True):
+            if draft is not None and seq.finish is None:
+                seq.draft = draft
+                p = self._chances[seq].value(prior)
+                self._expected[seq] = sum(p**i for i in range(1, len(draft) + 1))
+
+    @property
+    def _prior(self) -> float:
+        accepted, tried = self._population
+        return min(max(accepted / tried, PRIOR_RANGE[0]), PRIOR_RANGE[1])
+
+    def _lengths(self, sequences: list[Sequence]) -> list[int]:
+        """Draft tokens to ask for, per sequence: as many as raise the tokens per second."""
+        batch = len(sequences)
+        lengths = [0] * batch
+        if not batch or not self._costs.knows(batch):
+            return lengths  # what no draft costs is measured first
+        prior = self._prior
+        offers: list[tuple[float, int, int]] = []
+        for i, seq in enumerate(sequences):
+            most = min(self._proposer.expects(seq), seq.max_len - len(seq.tokens) - 1)
+            if most <= 0 or seq.finish is not None:
+                continue
+            p = self._chances[seq].value(prior)
+            offers += [(p**d, i, d) for d in range(1, min(most, self.max_draft) + 1)]
+        offers.sort(key=lambda o: (-o[0], o[2]))
+        del offers[max(self._costs.largest_trial - batch, 0) :]
+        for _, i, depth in offers[: self._best_number(batch, offers)]:
+            lengths[i] = depth
+        return lengths
+
+    def _best_number(self, batch: int, offers: list[tuple[float, int, int]]) -> int:
+        """How many of the offered tokens, best first, give the most tokens per second."""
+        if not offers:
+            return 0
+        gain = self._yield * np.cumsum([o[0] for o in offers])
+        depth = np.maximum.accumulate([o[2] for o in offers])
+        seconds = self._costs.seconds(batch + np.arange(len(offers) + 1))
+        drafting = self._gap.value + self._draft_cost.value * depth
+        rate = (batch + gain) / (seconds[1:] + drafting)
+        best = int(rate.argmax())
+        return best + 1 if rate[best] > MIN_GAIN * batch / seconds[0] else 0
+
+    def observe(self, plan: Plan, seconds: float, gap: float) -> None:
+        """Learn from a committed iteration.
+
+        seconds  the device took for it
+        gap      the device waited before it, because it could not be planned ahead
+        """
+        if all(c.num - c.num_draft == 1 for c in plan.chunks):
+            self._costs.add(plan.num_tokens, seconds)
+        if plan.has_drafts:
+            self._gap.add(max(gap - self._propose_seconds, 0.0))
+            self._steps_without = 0
+        else:
+            self._steps_without += 1
+            if self._steps_without >= FRESH_STEPS:
+                self._forget_draft_costs()
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if seq.finish is not None or not chunk.samples:
+                continue
+            chance = self._chances.setdefault(seq, _Chance())
+            if chunk.draft is None:
+                chance.fade()
+                continue
+            new = len(seq.tokens) - (chunk.start + chunk.num - chunk.num_draft)
+            if new > 0:
+                self._verified(seq, chance, new - 1, _depth(chunk.draft))
+
+    def _verified(self, seq: Sequence, chance: _Chance, num_accepted: int, depth: int) -> None:
+        chance.verified(num_accepted, depth)
+        accepted, tried = self._population
+        self._population = [
+            PRIOR_MEMORY * accepted + num_accepted,
+            PRIOR_MEMORY * tried + num_accepted + (num_accepted < depth),
+        ]
+        expected = self._expected.pop(seq, 0.0)
+        if expected:
+            ratio = min(num_accepted / expected, 3.0)
+            self._yield = min(max(self._yield + 0.02 * (ratio - self._yield), 0.3), 1.5)
+
+
+def _depth(draft: Draft) -> int:
+    """Most draft tokens that can be accepted."""
+    if draft.parents is None:
+        return len(draft)
+    depth: list[int] = []
+    for up in draft.parents:
+        depth.append(1 if up < 0 else depth[up] + 1)
+    return max(depth)
+
+
+def make(config: SpeculativeConfig, clock: Clock, parts: Any = None) -> Speculation:
+    """The drafter that the settings name; `parts` is what draft_model runs on."""
+    method = config.method
+    assert method is not None and config.num_speculative_tokens is not None
+    options = DraftOptions(
+        num_tokens=config.num_speculative_tokens,
+        lookup_min=config.prompt_lookup_min or 1,
+        lookup_max=config.prompt_lookup_max or 1,
+        max_cached_requests=config.suffix_decoding_max_cached_requests,
+        max_spec_factor=config.suffix_decoding_max_spec_factor,
+        min_token_prob=config.suffix_decoding_min_token_prob,
+        parts=parts,
+    )
+    proposer = plugins.find("runtime.drafters", method).make(options)
+    return Speculation(proposer, options.num_tokens, clock)

@@ -142,7 +142,7 @@ async def test_ends_and_failures_are_told_at_once(
     for last in (TextEvent(index=0, finish_reason="stop"), failing(None)[-1], ValueError("bug")):  # pyright: ignore
         more = asyncio.Event()
         engine = FakeEngine(lambda call, more=more, last=last: [more, last])
-        client = await connect(engine)
+        client = await connect(engine, sse_keep_alive_interval=0)
         request = asyncio.ensure_future(client.post(TEXT, json=body))
         await engine.until(lambda engine=engine: engine.num_running == 1)
         more.set()
@@ -279,7 +279,10 @@ async def test_silent_streams_are_kept_alive_by_comments(connect: Connect) -> No
 
 
 @pytest.mark.parametrize("interval", [0, 30])
-async def test_keep_alives_can_be_off(connect: Connect, interval: float) -> None:
+async def test_keep_alives_can_be_off(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, interval: float
+) -> None:
+    monkeypatch.setattr("xylite.http.stream.TICK_S", 0.01)
     more = asyncio.Event()
     engine = FakeEngine(lambda call: [*said("a", finish=None), more, *said("b")])
     client = await connect(engine, sse_keep_alive_interval=interval)

@@ -6,7 +6,7 @@ This is the only module that reads the environment.
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -119,7 +119,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: Annotated[
         dict[str, Any] | None,
         about(
-            'Drafting, as JSON: {"method": NAME, "num_speculative_tokens": K, ...}.', "scheduler"
+            'Drafting, as JSON: {"method": "ngram", "num_speculative_tokens": 8}, or suffix, or '
+            "draft_model with the model's path.",
+            "scheduler",
         ),
     ] = None
     batch_invariant: Annotated[
@@ -133,6 +135,76 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watchdog_timeout: Annotated[
         float, about("Seconds after which a running iteration counts as hung.", "limits", gt=0)
     ] = 300.0
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `speculative_config` may hold. A setting that does not concern the method is refused.
+
+    method                  a drafter's name; "draft_model" if only `model` is given
+    num_speculative_tokens  longest draft; shorter ones are made where that is faster. None: see
+                            DRAFT_TOKENS
+    prompt_lookup_*         ngram: shortest and longest end of the text that is looked up
+    suffix_decoding_max_cached_requests  ended sequences to learn from; 0 = none
+    suffix_decoding_max_spec_factor      draft tokens per token of the text's end that was found
+    suffix_decoding_min_token_prob       least estimated probability of a draft token
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
+    prompt_lookup_min: Positive | None = None
+    prompt_lookup_max: Positive | None = None
+    suffix_decoding_max_cached_requests: Natural | None = None
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0)] | None = None
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+DRAFT_TOKENS: Final[Mapping[str, int]] = {"ngram": 8, "suffix": 16, "draft_model": 4}
+LOOKUP_MIN: Final = 2
+LOOKUP_MAX: Final = 4
+
+
+def speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
+    """The checked `speculative_config` with its defaults; ConfigError naming what is wrong."""
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"speculative_config: {why}", param="speculative_config")
+
+    try:
+        c = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as e:
+        raise refuse(str(e)) from None
+    method = c.method or ("draft_model" if c.model is not None else None)
+    if method is None:
+        raise refuse(f"method is missing; known: {', '.join(DRAFT_TOKENS)}")
+    if method not in DRAFT_TOKENS:
+        raise refuse(f"there is no method {method!r}; known: {', '.join(DRAFT_TOKENS)}")
+    concern = {"prompt_lookup": "ngram", "suffix_decoding": "suffix", "model": "draft_model"}
+    for name in SpeculativeConfig.__struct_fields__:
+        for start, owner in concern.items():
+            if name.startswith(start) and owner != method and getattr(c, name) is not None:
+                raise refuse(f"{name} does not concern method {method!r}")
+    if method == "draft_model" and c.model is None:
+        raise refuse("method draft_model needs model")
+    low, high = c.prompt_lookup_min, c.prompt_lookup_max
+    if low is None:
+        low = min(LOOKUP_MIN, high or LOOKUP_MIN)
+    if high is None:
+        high = max(LOOKUP_MAX, low)
+    if low > high:
+        raise refuse(f"prompt_lookup_min ({low}) is greater than prompt_lookup_max ({high})")
+    cached = c.suffix_decoding_max_cached_requests
+    factor, prob = c.suffix_decoding_max_spec_factor, c.suffix_decoding_min_token_prob
+    return SpeculativeConfig(
+        method=method,
+        model=c.model,
+        num_speculative_tokens=c.num_speculative_tokens or DRAFT_TOKENS[method],
+        prompt_lookup_min=low,
+        prompt_lookup_max=high,
+        suffix_decoding_max_cached_requests=10_000 if cached is None else cached,
+        suffix_decoding_max_spec_factor=1.0 if factor is None else factor,
+        suffix_decoding_min_token_prob=0.1 if prob is None else prob,
+    )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

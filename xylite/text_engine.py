@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
-from xylite.config import EngineConfig, checked
+from xylite.config import EngineConfig, checked, speculative
 from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, XyliteError
 from xylite.runtime.engine import Engine, EventQueue, Ticket
 from xylite.runtime.request import (
@@ -235,11 +235,12 @@ class TextEngine:
         self._threads = [device, texts]
         try:
             checkpoint = await loop.run_in_executor(texts, self._open)
+            draft = await loop.run_in_executor(texts, self._open_draft)
             # Imported here: everything above works, and fails, without waiting for torch.
             from xylite.runtime.build import build
 
             parts = await loop.run_in_executor(
-                device, build, self.config, checkpoint, self.tokenizer.vocab_size
+                device, build, self.config, checkpoint, self.tokenizer.vocab_size, draft
             )
         except BaseException:
             self._stop_threads()
@@ -253,6 +254,7 @@ class TextEngine:
             num_words=parts.num_words,
             async_scheduling=self.config.async_scheduling,
             watchdog_s=self.config.watchdog_timeout,
+            drafter=parts.drafter,
         )
         self._engine.observers = self.observers
         return self
@@ -292,6 +294,25 @@ class TextEngine:
             self._template = ChatTemplate(source, self.tokenizer.special_tokens)
         self._end_tokens = self.tokenizer.end_tokens(checkpoint)
         self.sampling_defaults = _sampling_defaults(config, checkpoint.generation_config)
+        return checkpoint
+
+    def _open_draft(self) -> Checkpoint | None:
+        """The draft model's checkpoint; ConfigError if it speaks in other tokens."""
+        given = self.config.speculative_config
+        model = None if given is None else speculative(given).model
+        if model is None:
+            return None
+        checkpoint = open_checkpoint(model, with_weights=self.config.load_format != "dummy")
+        theirs = Tokenizer.from_checkpoint(checkpoint)
+        ours = self.tokenizer
+        for i in range(ours.vocab_size):
+            other = theirs.token_bytes(i) if i < theirs.vocab_size else None
+            if ours.token_bytes(i) != other:
+                raise ConfigError(
+                    f"speculative_config: the draft model {model} has another vocabulary: token "
+                    f"{i} is {ours.token_bytes(i)!r} to the model and {other!r} to it",
+                    param="speculative_config",
+                )
         return checkpoint
 
     def _running(self) -> Engine:

@@ -13,13 +13,14 @@ import torch
 
 from xylite import models, ops
 from xylite.checkpoint import Checkpoint
-from xylite.config import EngineConfig
+from xylite.config import EngineConfig, speculative
 from xylite.errors import ConfigError
 from xylite.models import layers, weights
 from xylite.models.spec import ModelSpec
 from xylite.ops import Ops
-from xylite.runtime import task_table
+from xylite.runtime import speculation, task_table
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
 from xylite.runtime.request import Limits, Request, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 class Parts:
     """What an engine is made of, ready to run.
 
-    config  every "auto" filled in
+    config   every "auto" filled in
+    drafter  if speculative_config names one
     """
 
     config: EngineConfig
@@ -47,14 +49,22 @@ class Parts:
     tabulator: Tabulator
     limits: Limits
     num_words: int
+    drafter: speculation.Speculation | None
 
 
-def build(config: EngineConfig, checkpoint: Checkpoint, vocab_size: int) -> Parts:
+def build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    vocab_size: int,
+    draft_checkpoint: Checkpoint | None = None,
+) -> Parts:
     """Load the model and size everything for it. Takes seconds: call it in the device thread.
 
-    vocab_size  ids that the tokenizer knows
-    raises      ConfigError: a setting or the checkpoint does not work out
+    vocab_size        ids that the tokenizer knows
+    draft_checkpoint  the model that drafts, of the same vocabulary
+    raises            ConfigError: a setting or a checkpoint does not work out
     """
+    drafting = None if config.speculative_config is None else speculative(config.speculative_config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     table = ops.load(config.device)
@@ -72,7 +82,12 @@ def build(config: EngineConfig, checkpoint: Checkpoint, vocab_size: int) -> Part
         params = weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
     else:
         params = weights.load(checkpoint, spec, family, table, dtype, max_len=max_len)
-    num_blocks = _num_blocks(config, spec, table, block_size, max_len, dtype)
+    draft = None
+    block_bytes = layers.kv_block_bytes(spec, block_size, dtype)
+    if draft_checkpoint is not None:
+        draft = _draft_model(config, draft_checkpoint, table, dtype, vocab_size, max_len)
+        block_bytes += layers.kv_block_bytes(draft.spec, block_size, dtype)
+    num_blocks = _num_blocks(config, table, block_size, max_len, block_bytes)
     max_len = _fit_to_blocks(config, max_len, num_blocks * block_size)
     kv = layers.make_kv(spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device)
     model = Model(family, spec, params, vocab_size)
@@ -112,8 +127,67 @@ def build(config: EngineConfig, checkpoint: Checkpoint, vocab_size: int) -> Part
         budget=budget,
         max_num_seqs=config.max_num_seqs,
         max_queued=resolved.max_num_queued_reqs or 0,
+        max_draft=(drafting.num_speculative_tokens or 0) if drafting else 0,
     )
-    return Parts(resolved, executor, scheduler, tabulator, limits, -(-vocab_size // 32))
+    drafter = None
+    if drafting is not None:
+        parts = None
+        if draft is not None:
+            parts = _draft_parts(resolved, draft, table, num_blocks, max_len)
+        drafter = speculation.make(drafting, time.monotonic, parts)
+    return Parts(resolved, executor, scheduler, tabulator, limits, -(-vocab_size // 32), drafter)
+
+
+def _draft_model(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    table: Ops,
+    dtype: torch.dtype,
+    vocab_size: int,
+    max_len: int,
+) -> Model:
+    """The model that drafts, in the dtype of the one it drafts for."""
+    family, spec = models.describe(checkpoint.config)
+    if vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the vocabulary has {vocab_size} tokens but the draft model "
+            f"{checkpoint.path} has only {spec.vocab_size}",
+            param="speculative_config",
+        )
+    max_len = min(max_len, spec.max_position)
+    if config.load_format == "dummy":
+        params = weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
+    else:
+        params = weights.load(checkpoint, spec, family, table, dtype, max_len=max_len)
+    return Model(family, spec, params, vocab_size)
+
+
+def _draft_parts(
+    config: EngineConfig, model: Model, table: Ops, num_blocks: int, max_len: int
+) -> DraftParts:
+    """What the draft model runs on: a cache of as many blocks as the model's own."""
+    assert config.block_size is not None and config.max_num_batched_tokens is not None
+    block_size = config.block_size
+    dtype = getattr(torch, config.dtype)
+    kv = layers.make_kv(
+        model.spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device
+    )
+    max_len = min(max_len, model.spec.max_position)
+    tabulator = Tabulator(
+        config.max_num_seqs,
+        min(num_blocks, -(-max_len // block_size)),
+        block_size,
+        _task_builder(table, model.spec, block_size, config.batch_invariant),
+    )
+    return DraftParts(
+        executor=Executor(model, table, kv, config.max_num_seqs),
+        tabulator=tabulator,
+        blocks=KVBlocks(num_blocks, block_size, reuse=config.enable_prefix_caching),
+        budget=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_len=max_len,
+        num_words=-(-model.vocab_size // 32),
+    )
 
 
 def _say_what_was_chosen(given: EngineConfig, resolved: EngineConfig) -> None:
@@ -148,16 +222,17 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _num_blocks(
     config: EngineConfig,
-    spec: ModelSpec,
     table: Ops,
     block_size: int,
     max_len: int,
-    dtype: torch.dtype,
+    block_bytes: int,
 ) -> int:
-    """KV blocks that the settings ask for, or that fit into the device's memory."""
+    """KV blocks that the settings ask for, or that fit into the device's memory.
+
+    block_bytes  of one block, in the model's cache and the draft model's
+    """
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = layers.kv_block_bytes(spec, block_size, dtype)
     if config.kv_cache_memory_bytes is not None:
         num = config.kv_cache_memory_bytes // block_bytes
         if num < 1:

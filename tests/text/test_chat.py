@@ -192,6 +192,12 @@ def test_role_may_complete_a_control_token():
     assert ids == [1, *tokenizer.encode_plain("Hi"), 2]
 
 
+def test_role_of_the_clients_own_completes_no_control_token():
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|im_end|>"
+    ids = encode_chat(BYTES, template(source), [{"role": "im_end", "content": "a"}])
+    assert [i for i in ids if BYTES.is_special(i)] == [END]
+
+
 def test_raw_control_tokens_act_if_the_operator_wants_it():
     message = {"role": "user", "content": "<|im_end|>"}
     ids = encode_chat(BYTES, template(), [message], raw_control_tokens=True)
@@ -263,6 +269,7 @@ def test_text_parts_become_what_the_template_takes():
     )
     assert text_of(both, USER) == "Hi"
     assert text_of(both, message) == "[a][b][c]"
+    assert prepare_messages([{"role": "user", "content": []}], template(both))[0]["content"] == ""
 
 
 @pytest.mark.parametrize(
@@ -402,6 +409,14 @@ def test_limits_of_a_conversation_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chat, "MAX_CHAT_VALUES", 100)
     with pytest.raises(RequestError, match="100 values"):
         text_of(CHATML, USER, tools=[{"a": [1] * 101}])
+
+
+def test_prompt_that_is_too_long_for_sure_is_refused_before_encoding():
+    message = {"role": "user", "content": "x" * 1000}
+    assert len(encode_chat(BYTES, template(), [message], max_tokens=1000)) > 1000
+    with pytest.raises(RequestError, match="maximum context length is 80 tokens") as caught:
+        encode_chat(BYTES, template(), [message], max_tokens=80)
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_deep_nesting_is_refused():

@@ -75,6 +75,13 @@ def test_character_that_begins_in_the_prompt_is_completed():
     assert "".join(pieces(BYTES, answer, [1], prompt_tail_ids=prompt)) == "\u4f60"
 
 
+def test_character_that_the_prompt_leaves_unfinished_is_no_text_of_the_answer():
+    prompt = byte_ids("x\u4f60".encode()[:2])
+    for answer, text in ((b"ab", "ab"), (b"", ""), (b"\xbd", ""), (b"\xff", "\ufffd")):
+        ids = byte_ids(answer)
+        assert "".join(pieces(BYTES, ids, [1], prompt_tail_ids=prompt)) == text
+
+
 def test_blank_before_the_first_word_is_text_only_after_a_prompt():
     ids = [i for i in [PIECES.token_id("\u2581hello")] if i is not None]
     assert "".join(pieces(PIECES, ids * 2, [1])) == "hello hello" == PIECES.decode(ids * 2)

@@ -13,7 +13,7 @@ from tests.text.vocabularies import (
     spm_metadata,
 )
 from xylite.errors import ConfigError
-from xylite.text.gguf_tokenizer import from_gguf
+from xylite.text.gguf_tokenizer import from_gguf, spm_merges
 from xylite.text.tokenizer import Tokenizer
 
 
@@ -54,6 +54,15 @@ def test_ids_follow_from_the_scores_of_sentencepiece(add_space_prefix: bool):
         assert t.encode_plain(text) == want, text
         assert t.encode(text) == [1, *want]
         assert t.decode(want) == text
+
+
+def test_merges_are_ordered_by_score_and_then_by_vocabulary():
+    tokens = ["<s>", "a", "b", "ab", "ba", "aba", "c<s>"]
+    types = [3, 1, 1, 1, 1, 1, 1]
+    scores = [0.0, 0.0, 0.0, -2.0, -1.0, -3.0, -4.0]
+    assert spm_merges(tokens, types, scores) == [("b", "a"), ("a", "b"), ("a", "ba"), ("ab", "a")]
+    order = spm_merges(["ab", "ba", "a", "b", "aba"], [1] * 5, [0.0, 0.0, 0.0, 0.0, 1.0])
+    assert order[:2] == [("ab", "a"), ("a", "ba")]
 
 
 def test_text_that_no_piece_covers_is_unknown_without_byte_tokens():

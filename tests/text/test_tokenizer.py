@@ -88,6 +88,11 @@ def test_marked_literals_act_and_others_do_not():
     assert t.control_spans(text, 0, 13) == [(0, 3)]
 
 
+def test_control_token_is_spelled_as_other_text_is():
+    t = byte_level(control=("<s>", "<the>", "<|im_end|>"))
+    assert t.encode_plain("<the>") == [t.token_id("<"), t.token_id("the"), t.token_id(">")]
+
+
 def test_longest_control_token_wins():
     t = byte_level(control=("<s>", "<s>x", "[a]"))
     assert t.control_spans("<s>x[a]<s>", 0, 10) == [(0, 4), (4, 7), (7, 10)]

@@ -70,12 +70,12 @@ SPM_PIECES = (
 
 
 def spm_metadata(*, add_space_prefix: bool, bytes_too: bool = True) -> dict[str, Any]:
-    """<unk>, <s>, </s>, the 256 bytes if wanted, then SPM_PIECES, longer ones preferred."""
+    """<unk>, <s>, </s>, the bytes if wanted, then SPM_PIECES: longer and later ones preferred."""
     byte_tokens = [f"<0x{b:02X}>" for b in range(256)] if bytes_too else []
     tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *SPM_PIECES]
     # Distinct scores, so that the order of merges is defined.
     scores = [0.0] * (3 + len(byte_tokens))
-    scores += [-100.0 / len(p) - i / 1000 for i, p in enumerate(SPM_PIECES)]
+    scores += [-100.0 / len(p) + i / 1000 for i, p in enumerate(SPM_PIECES)]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,

@@ -28,8 +28,8 @@ ROLES = frozenset(
 _TEXT_PARTS = ("text", "refusal", "thinking")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-# What template_kwargs may not set: the conversation itself, options of transformers'
-# apply_chat_template, and the names that templates rely on.
+# What template_kwargs may not set, besides special tokens (NAME_token): the conversation itself,
+# options of transformers' apply_chat_template, and the names that templates rely on.
 RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
@@ -62,12 +62,14 @@ def encode_chat(
     add_special_tokens: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     raw_control_tokens: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Prompt ids of a conversation; for ordinary text those of transformers' apply_chat_template.
 
     add_special_tokens  add the tokenizer's BOS though templates write it themselves
     template_kwargs     further variables for the template
     raw_control_tokens  control tokens in client text act as such: clients can forge turns
+    max_tokens          refuse a prompt that is longer for sure before encoding it
     raises              RequestError: no template, the template refuses, or a limit is broken
 
     Takes up to the template's time limit and the time of encoding: call it in a thread.
@@ -85,6 +87,7 @@ def encode_chat(
         prompt,
         add_special_tokens=add_special_tokens,
         raw_control_tokens=raw_control_tokens,
+        max_tokens=max_tokens,
     )
 
 
@@ -94,9 +97,17 @@ def encode_prompt(
     *,
     add_special_tokens: bool = False,
     raw_control_tokens: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Ids of what `render_chat` gave: control tokens where the template wrote them, else text."""
     text = plain(prompt)
+    if max_tokens is not None and tokenizer.too_long(text, max_tokens):
+        raise RequestError(
+            f"This model's maximum context length is {max_tokens} tokens. However, your messages "
+            f"have {len(text)} characters, which is more for sure.",
+            param="messages",
+            code="context_length_exceeded",
+        )
     if raw_control_tokens:
         return tokenizer.encode(text, add_special_tokens)
     spans = [s for a, b in spans_of(prompt) for s in tokenizer.control_spans(text, a, b)]
@@ -125,7 +136,7 @@ def render_chat(
             "add_generation_prompt and continue_final_message cannot both be true",
             param="continue_final_message",
         )
-    extra = _checked_kwargs(template_kwargs or {}, template)
+    extra = _checked_kwargs(template_kwargs or {})
     if not all(map(_is_object, tools or ())):
         raise RequestError("tools must be a list of objects", param="tools")
     _check_size("messages", messages, "tools", tools, "chat_template_kwargs", extra)
@@ -282,9 +293,9 @@ def _with_mark(message: dict[str, Any], mark: str, index: int) -> dict[str, Any]
     return {**message, "content": [*content[:-1], last]}
 
 
-def _checked_kwargs(kwargs: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+def _checked_kwargs(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in kwargs:
-        if key in RESERVED_KWARGS or key in template.special_tokens or key.endswith("_token"):
+        if key in RESERVED_KWARGS or key.endswith("_token"):
             raise RequestError(
                 f"chat_template_kwargs may not set {key!r:.80}",
                 param=f"chat_template_kwargs.{key:.80}",

@@ -21,7 +21,7 @@ class Detokenizer:
                          Python only, and changes nothing here
     """
 
-    __slots__ = ("_decoder", "_skip", "_strip", "_tokenizer")
+    __slots__ = ("_decoder", "_in_prompt", "_skip", "_strip", "_tokenizer")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.decoding.strip_first and not prompt_tail_ids
         self._decoder.decode(self._bytes(prompt_tail_ids[-4:]))
+        self._in_prompt = bool(self._decoder.getstate()[0])  # it ends within a character
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
         tokenizer = self._tokenizer
@@ -44,10 +45,15 @@ class Detokenizer:
         return b"".join(map(tokenizer.token_bytes, ids))
 
     def _first(self, text: str) -> str:
-        """The text without the blank that a SentencePiece tokenizer puts before the first word."""
-        if self._strip and text:
-            self._strip = False
-            return text[1:] if text[0] == " " else text
+        """The text without what is not its own at its beginning.
+
+        That is the blank which a SentencePiece tokenizer puts before the first word, and the
+        U+FFFD for a character that the prompt began and this text does not complete.
+        """
+        if text and (self._strip or self._in_prompt):
+            foreign = " " if self._strip else "\ufffd"
+            self._strip = self._in_prompt = False
+            return text.removeprefix(foreign)
         return text
 
     def add(self, ids: Iterable[int]) -> str:

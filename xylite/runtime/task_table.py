@@ -4,7 +4,8 @@ A chunk of n tokens has n * group *packed rows* per KV head (row = token * group
 group: the query heads that share a KV head share a tile). Its rows are cut into query tiles, its
 keys into parts if they are many, and each (tile, part, KV head) is a task. Tasks are sorted by
 load, descending, and dealt in symmetric round-robin: core 1 2 3 3 2 1 1 2 3 ... (Song et al.
-2026, sections 4.2 and 4.3; cutting keys across cores and packing heads are additions).
+2026, sections 4.2 and 4.3; packing heads, cutting keys across cores and the care for the last,
+incomplete round are additions).
 
 An example, the iteration of the paper's figure 7: a prefill of 362 tokens that follow 1318 others,
 a decode after 1657, a verify of 53 draft tokens after 2036, a decode after 1986; one query head
@@ -22,9 +23,9 @@ The classes run one after the other, so each is shared out by itself. Class 128 
 868,992 in all, 217,248 per core. The cap is a quarter of that, 54,312: a task may read 3 KV tiles
 (384 keys), so the four large tiles become 4, 5, 5 and 6 parts. Class 16 has 58,320 in all; its cap
 is below the least length of 2 KV tiles (256 keys), which makes 7 and 8 parts. That is 20 and 15
-tasks, and the slowest core has 1.01 times the mean load. (The paper counts 6 tile
-blocks for this mix and gives the verify a third class of 64 rows; a class is a compiled kernel
-here, so there are two.)
+tasks, and the slowest core has 1.01 times the mean load. (The paper counts 6 tile blocks for this
+mix and gives the verify a third class of 64 rows; a class is a compiled kernel here, so there are
+two.)
 """
 
 import numpy as np
@@ -133,15 +134,25 @@ def _cut_at_multiples(tiles: dict[str, I64], cut: int) -> tuple[I64, I64, I64, I
     return counts, tile, start, np.minimum(edge + cut, tiles["kv_end"][tile])
 
 
-def _deal(n: int, num_cores: int) -> tuple[I64, I64]:
-    """Symmetric round-robin of n sorted tasks: task of each place in core order, and its core."""
-    rounds = -(-n // num_cores)
-    place = np.arange(rounds * num_cores).reshape(rounds, num_cores)
-    place[1::2] = place[1::2, ::-1]
-    by_core = place.T
-    exists = by_core < n
-    core = np.broadcast_to(np.arange(num_cores)[:, None], by_core.shape)[exists]
-    return by_core[exists], core
+def _deal(loads: I64, num_cores: int) -> tuple[I64, I32]:
+    """Symmetric round-robin of tasks with falling `loads`: the task of each place in core order,
+    and where each core's places start.
+
+    The tasks of the last, incomplete round go to the cores with the least load so far, the longest
+    to the least; where cores have equal loads that is the round-robin itself.
+    """
+    n = len(loads)
+    rounds = n // num_cores
+    dealt = np.arange(rounds * num_cores).reshape(rounds, num_cores)
+    dealt[1::2] = dealt[1::2, ::-1]
+    by_core = np.full((num_cores, rounds + 1), -1)
+    by_core[:, :rounds] = dealt.T
+    sums = loads[dealt].sum(axis=0)
+    turn = np.arange(num_cores)[:: -1 if rounds % 2 else 1]
+    cores = turn[np.argsort(sums[turn], kind="stable")]
+    by_core[cores[: n - rounds * num_cores], rounds] = np.arange(rounds * num_cores, n)
+    exists = by_core >= 0
+    return by_core[exists], _starts(exists.sum(axis=1)).astype(np.int32)
 
 
 def _merges(tiles: dict[str, I64], counts: I64, part: I64, num_kv_heads: int) -> I32:
@@ -201,29 +212,26 @@ def build(
     in_tile = np.arange(len(tile)) - _starts(counts)[tile]
 
     load = tiles["tile_q"][tile] * (kv_end - kv_start)
-    # Large tiles first, so that each class is a stretch of the round-robin, even by itself.
-    order = np.lexsort((-load, -tiles["tile_q"][tile]))
-    n = len(order) * num_kv_heads
-    place, core = _deal(n, num_cores)
-    task, head = order[place // num_kv_heads], place % num_kv_heads
-    owner = tile[task]
-    part = part_of_head[owner, head] + in_tile[task] * tiles["num_rows"][owner]
-    columns = {
-        "head": head,
-        "kv_start": kv_start[task],
-        "kv_end": kv_end[task],
-        "part": np.where(is_cut[owner], part, -1),
-        "load": load[task],
-    }
-    tasks = np.empty((n, len(TASK_FIELDS)), np.int32)
-    for i, name in enumerate(TASK_FIELDS):
-        tasks[:, i] = columns[name] if name in columns else tiles[name][owner]
-    tile_q = tiles["tile_q"][owner]
     classes = []
     for size in tile_classes:
-        mine = tile_q == size
-        core_start = _starts(np.bincount(core[mine], minlength=num_cores))
-        classes.append(TaskList(size, tasks[mine], core_start.astype(np.int32)))
+        mine = np.flatnonzero(tiles["tile_q"][tile] == size)
+        mine = mine[np.argsort(-load[mine], kind="stable")]
+        # A (tile, part) is one task per head: neighbours in the order, as their loads are equal.
+        place, core_start = _deal(np.repeat(load[mine], num_kv_heads), num_cores)
+        task, head = mine[place // num_kv_heads], place % num_kv_heads
+        owner = tile[task]
+        part = part_of_head[owner, head] + in_tile[task] * tiles["num_rows"][owner]
+        columns = {
+            "head": head,
+            "kv_start": kv_start[task],
+            "kv_end": kv_end[task],
+            "part": np.where(is_cut[owner], part, -1),
+            "load": load[task],
+        }
+        tasks = np.empty((len(task), len(TASK_FIELDS)), np.int32)
+        for i, name in enumerate(TASK_FIELDS):
+            tasks[:, i] = columns[name] if name in columns else tiles[name][owner]
+        classes.append(TaskList(size, tasks, core_start))
     merges = _merges(tiles, counts, part_of_head[is_cut], num_kv_heads)
     return TaskTable(tuple(classes), merges, np.array([len(merges), starts[-1]], np.int32))
 

@@ -212,6 +212,8 @@ class TextEngine:
 
     def __init__(self, config: EngineConfig):
         self.config = checked(config)
+        if config.speculative_config is not None:
+            speculative(config.speculative_config)  # a mistake there is said at once
         self.created = int(time.time())
         self.model_names: tuple[str, ...] = config.served_model_name or (_model_name(config),)
         self.sampling_defaults: Mapping[str, Any] = {}

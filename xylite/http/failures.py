@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from xylite.errors import (
+    DeadlineExceeded,
     EngineError,
     Forbidden,
     Overloaded,
@@ -118,8 +119,9 @@ async def failures(request: web.Request, handler: Handler) -> web.StreamResponse
         if request.transport is not None:
             request.transport.abort()
         stream = request.get(EVENT_STREAM)
-        started_stream = stream is not None and stream.started
-        return stream.response if stream and started_stream else web.Response(status=status)
+        if stream is not None and stream.started:
+            return stream.response
+        return web.Response(status=status)
     finally:
         seconds = asyncio.get_running_loop().time() - started
         resource = request.match_info.route.resource
@@ -132,7 +134,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except XyliteError as error:
-        if error.status >= 500 and not isinstance(error, Overloaded):
+        if error.status >= 500 and not isinstance(error, Overloaded | DeadlineExceeded):
             _log.error("request %s failed: %s", request[REQUEST_ID], error.message)
         return await _answer(request, error)
     except web.HTTPException as e:

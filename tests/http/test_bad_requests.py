@@ -13,6 +13,7 @@ from yarl import URL
 from tests.http.conftest import Connect
 from tests.http.fake_engine import FakeEngine
 from tests.http.wire import CHAT, TEXT, USER, error_of
+from xylite.errors import RequestError
 from xylite.http import protocol
 
 BIG = 2**63
@@ -385,6 +386,14 @@ async def test_long_values_do_not_make_long_errors(connect: Connect) -> None:
     ]:
         response = await client.post(path, json=body)
         await error_of(response, 404 if "model" in body else 400)
+
+
+async def test_long_errors_of_the_engine_are_cut(connect: Connect) -> None:
+    engine = FakeEngine()
+    client = await connect(engine)
+    engine.refuse = RequestError("\0" * 100_000, param="\0" * 100_000)
+    error = await error_of(await client.post(TEXT, json={"prompt": "x"}), 400)
+    assert error["message"].endswith("...")
 
 
 async def test_bugs_are_500_without_internals(

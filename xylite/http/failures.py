@@ -21,7 +21,9 @@ from xylite.errors import (
 from xylite.http.service import REQUEST_ID, SERVICE
 from xylite.http.stream import EVENT_STREAM, ClientGone
 
-MAX_MESSAGE = 1000
+# Characters, of up to 6 bytes each in JSON: an answer to bad input stays below 4 KiB.
+MAX_MESSAGE = 500
+MAX_PARAM = 100
 CLIENT_CLOSED = 499  # nginx's number for "the client went away"; in metrics and logs only
 
 _log = logging.getLogger("xylite.http")
@@ -43,7 +45,7 @@ def error_object(error: XyliteError) -> dict[str, Any]:
     message = str.__str__(error.message)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "..."
-    param = error.param[:200] if error.param else None
+    param = error.param[:MAX_PARAM] if error.param else None
     return {"error": {"message": message, "type": error.type, "param": param, "code": error.code}}
 
 

@@ -228,6 +228,7 @@ def test_text_that_is_no_template_is_a_config_error(source: str, message: str):
 
 BOMBS = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops without calls": "{% set r = range(99999) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
     "loops in a macro": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "recursion with calls": "{% macro m() %}{% call m() %}{% endcall %}{% endmacro %}{{ m() }}",
@@ -274,6 +275,23 @@ def test_hostile_template_is_stopped(name: str):
         template = ChatTemplate(BOMBS[name], {}, time_limit_s=0.2)
         template.render({"messages": MESSAGES})
     assert time.thread_time() - begin < 1.5
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ '%*d' % (9, 1) }}", "width given as an argument"),
+        ("{{ '{:{}}'.format(1, 9) }}", "width given as an argument"),
+        ("{{ '%10001d' % 1 }}", "uses 10001; the limit here is 10000"),
+        ("{{ 'x' | center(10001) }}", "uses 10001; the limit here is 10000"),
+        ("{{ messages | tojson(indent=17) }}", r"indent=17\): the limit is 16"),
+        ("{{ 'a' * 33554433 }}", "more than 33554432 characters"),
+        ("{{ [[1]] | sum(start=[]) }}", "sums something other than numbers"),
+    ],
+)
+def test_refusal_says_which_limit(source: str, message: str):
+    with pytest.raises(RequestError, match=message):
+        render(source)
 
 
 def test_long_conversation_is_within_the_limits():

@@ -41,6 +41,7 @@ class Engine(FakeEngine):
         async for event in await self.submit(prompt, params):
             yield event
     async def render(self, messages, **options):
+        print("rendered", messages, file=sys.stderr)
         return [ord(c) for message in messages for c in message["content"]]
     def snapshot(self):
         return {**super().snapshot(), "prefix_queries": 10, "prefix_hits": 5}
@@ -269,3 +270,5 @@ def test_complete_prints_the_text_only(words: Sequence[str], stdin: str):
         fake("complete", *words), input=stdin, capture_output=True, text=True, cwd=ROOT
     )
     assert (child.returncode, child.stdout) == (0, "Hi!\n"), child.stderr
+    rendered = "rendered [{'role': 'user', 'content': 'text'}]" in child.stderr
+    assert rendered == ("--chat" in words)

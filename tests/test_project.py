@@ -66,10 +66,17 @@ def test_modules_files_and_links_in_the_readme_exist():
     assert not missing
 
 
-def test_bench_readme_describes_every_trace():
-    text = (ROOT / "bench" / "README.md").read_text()
-    names = {p.name for p in (ROOT / "bench" / "traces").iterdir()}
-    assert names == set(re.findall(r"^\| (\S+\.(?:jsonl|csv)) ", text, re.MULTILINE))
+def test_every_file_of_data_has_its_source_and_licence_in_a_readme():
+    described = {
+        ROOT / "bench" / "README.md": ROOT / "bench" / "traces",
+        **{p: p.parent for p in (ROOT / "bench" / "traces").glob("*/README.md")},
+    }
+    for readme, folder in described.items():
+        files = {p.name for p in folder.iterdir() if p.is_file()} - {"README.md"}
+        named = re.findall(r"^\| (\S+\.(?:jsonl|csv)) ", readme.read_text(), re.MULTILINE)
+        assert files == set(named), f"{folder} against {readme}"
+    folders = {p for p in (ROOT / "bench" / "traces").iterdir() if p.is_dir()}
+    assert folders <= set(described.values())
 
 
 def test_make_targets_named_anywhere_exist():

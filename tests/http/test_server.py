@@ -119,6 +119,19 @@ async def test_engine_that_dies_while_draining_is_still_an_error() -> None:
         assert await task == 1
 
 
+async def test_engine_that_is_dead_when_the_drain_ends_is_an_error() -> None:
+    release = asyncio.Event()
+    engine = FakeEngine(holding(release))
+    async with serving(engine) as (url, task), ClientSession() as client:
+        streamed = await client.post(url + TEXT, json={"prompt": "x", "stream": True})
+        os.kill(os.getpid(), signal.SIGTERM)
+        await engine.until(lambda: engine.state == "draining")
+        engine.die()
+        release.set()
+        await streamed.read()
+        assert await task == 1
+
+
 async def test_idle_connections_do_not_hold_up_the_end() -> None:
     engine = FakeEngine()
     async with serving(engine) as (url, task), ClientSession() as client:

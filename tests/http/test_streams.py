@@ -11,8 +11,9 @@ from aiohttp import web
 from tests.http.conftest import Connect
 from tests.http.fake_engine import Call, FakeEngine, Item, engine_fault, paused, said
 from tests.http.wire import CHAT, TEXT, USER, error_of, events_of
-from xylite.errors import Overloaded
+from xylite.errors import DeadlineExceeded, Overloaded
 from xylite.http import make_app
+from xylite.http.stream import TimeLimits
 from xylite.text_engine import TextEvent
 
 BODIES = [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"})]
@@ -250,6 +251,20 @@ async def test_queue_wait_ends_with_the_first_token(connect: Connect) -> None:
     whole = await requests[0]
     assert (await whole.json())["choices"][0]["text"] == "ab"
     assert len(events_of(await reads)) == 2
+
+
+def test_time_limits_in_order() -> None:
+    both = TimeLimits(first_token=5.0, end=9.0)
+    assert (both.next(started=False), both.next(started=True)) == (5.0, 9.0)
+    late = TimeLimits(first_token=9.0, end=5.0)
+    assert (late.next(started=False), late.next(started=True)) == (5.0, 5.0)
+    first = TimeLimits(first_token=5.0, end=None)
+    assert (first.next(started=False), first.next(started=True)) == (5.0, None)
+    assert TimeLimits(None, None).next(started=False) is None
+    both.check(started=True, now=8.9)
+    for started, now in ((False, 5.0), (True, 9.0)):
+        with pytest.raises(DeadlineExceeded):
+            both.check(started, now)
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "x", "1.5", "9" * 20, "", "٣"])

@@ -127,7 +127,7 @@ class Ngram:
             track.place = -1
             prompt = track.index.under
             assert prompt is not None
-            if prompt.end < seq.num_prompt > prompt.size:
+            if prompt.end < seq.num_prompt:
                 prompt.grow(seq.tokens, min(prompt.end + MAX_GROWTH, seq.num_prompt))
             if prompt.end >= seq.num_prompt:
                 track.index.grow(seq.tokens, length)

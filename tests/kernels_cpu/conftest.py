@@ -1,4 +1,4 @@
-"""The tables are made once: they only hold compiled code and sleeping threads."""
+"""Each test has a table of its own: what a table packed decides how it hands rows over."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from tests.kernels_cpu import tables
 from xylite.ops import Ops
 
 
-@pytest.fixture(scope="session", params=tables.names())
+@pytest.fixture(params=tables.names())
 def ops(request: pytest.FixtureRequest) -> Ops:
     return tables.make(request.param)

@@ -94,6 +94,7 @@ def test_bias_then_residual_or_cap(ops: Ops, dtype: torch.dtype) -> None:
 def test_gated_weights_give_act_of_gate_times_up(
     ops: Ops, dtype: torch.dtype, inner: int, act: str
 ) -> None:
+    ops.pack_linear(torch.ones(1, 1))  # a model with a float32 weight: no row is rounded
     w, bias = weight(2 * inner, 40, dtype) * 3, torch.linspace(-4, 4, 2 * inner)
     packed, plain = ops.pack_linear(w.clone(), gated=True), ops.pack_linear(w.clone())
     for m in (0, 1, 13, 70):
@@ -155,3 +156,23 @@ def test_other_dtypes_take_the_reference_path(ops: Ops) -> None:
     assert not isinstance(packed, cpu.PackedLinear)
     assert ops.act_dtype(torch.float64) == torch.float64
     assert torch.equal(ops.linear(x, packed), x @ w.T)
+
+
+def test_rows_are_handed_over_as_the_next_product_rounds_them(ops: Ops) -> None:
+    """bf16 rows where every weight rounds them anyway, and the numbers are the same."""
+    gate, down = weight(96, 64, torch.bfloat16), weight(40, 48, torch.bfloat16)
+    x, norm = rows(21, 64), torch.linspace(0.5, 1.5, 64)
+    packed = ops.pack_linear(gate.clone(), gated=True), ops.pack_linear(down.clone())
+
+    def run() -> tuple[torch.dtype, Tensor]:
+        normed, _ = ops.add_rms_norm(x, None, norm, 1e-5)
+        inner = ops.linear(normed, packed[0], act="silu")
+        assert normed.dtype == inner.dtype
+        return inner.dtype, ops.linear(inner, packed[1])
+
+    narrow, first = run()
+    assert narrow == (torch.bfloat16 if rounds(ops, torch.bfloat16) else torch.float32)
+    ops.pack_linear(torch.ones(1, 1))
+    wide, second = run()
+    assert wide == torch.float32
+    assert torch.equal(first, second)

@@ -18,6 +18,7 @@ namespace xl {
 
 constexpr int STEP_KEYS = 128;
 constexpr int SEGMENT_KEYS = 512;
+constexpr int STATE = W + 1;  // of a row: partial sums of its weights by lane, and its maximum
 enum Field { SEQ, Q_ROW, NUM_ROWS, HEAD, KV_START, KV_END, PART };  // of a task
 enum MergeField { M_PART = 4 };  // the first four are those of a task
 
@@ -105,7 +106,7 @@ struct Attention {
     A* prob;
   };
   size_t work_bytes(int64_t rows) const {
-    return sizeof(float) * size_t(MAX_ROWS * STEP_KEYS * 2 + rows * (2 * d + 4)) + 6 * 64;
+    return sizeof(float) * size_t(MAX_ROWS * STEP_KEYS * 2 + rows * (2 * d + 2 * STATE)) + 6 * 64;
   }
   Work work(char* m, int64_t rows) const {
     Work w;
@@ -118,8 +119,8 @@ struct Attention {
     w.prob = reinterpret_cast<A*>(take(MAX_ROWS * STEP_KEYS));
     w.o = take(rows * d);
     w.total = take(rows * d);
-    w.state = take(rows * 2);
-    w.total_state = take(rows * 2);
+    w.state = take(rows * STATE);
+    w.total_state = take(rows * STATE);
     return w;
   }
 
@@ -132,11 +133,15 @@ struct Attention {
   void score(const Tile& t, const Work& w, int64_t r0, int count, int64_t key, int64_t keys) const {
     const A* q = static_cast<const A*>(c.q) +
                  ((t.head * c.tokens + c.q_start[t.seq]) * c.group + t.q_row + r0) * d;
-    for (int64_t j = 0; j < keys; j += PANEL) {
+    for (int64_t j = 0; j < keys;) {
       const B* tile = block(c.k, t, key + j) + (key + j) % p * T::LANE;
-      for (int i = 0; i < PANEL; i += COLS)
-        TILES<T>.tile[count](q, d, tile + i * T::LANE, p * T::LANE, w.scores + j + i, STEP_KEYS,
-                             d / T::STEP, false);
+      const B* v = block(c.v, t, key + j) + (key + j) % p * d;  // needed next
+      const bool wide = count <= MAX_ROWS / 2 && keys - j >= 2 * COLS && p % (2 * COLS) == 0;
+      const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
+      const int columns = wide ? 2 * COLS : COLS;
+      f(q, d, tile, p * T::LANE, w.scores + j, STEP_KEYS, d / T::STEP, false,
+        Ahead{v, columns * T::STEP * ptrdiff_t(sizeof(B))});
+      j += columns;
     }
     const float scale = float(c.scale), cap = float(c.cap);
     vi iota;
@@ -153,13 +158,12 @@ struct Attention {
       if (tree && first > t.drafts_from) first = t.drafts_from;
       const int32_t lo = int32_t(first - key), hi = int32_t(last - key);
       for (int64_t j = 0; j < keys; j += W) {
-        vf x = loadf(s + j) * scale;
-        if (cap != 0.0f) x = cap * vtanh(x / cap);
-        if (lo > j || hi < j + W - 1) {
-          const vi at = iota + int32_t(j);
-          x = (at < lo) | (at > hi) ? set(-INFINITY) : x;
-        }
-        storef(s + j, x);
+        const bool edge = lo > j || hi < j + W - 1;
+        if (cap == 0.0f && !edge) continue;
+        vf x = loadf(s + j);
+        if (cap != 0.0f) x = cap * vtanh(x * (scale / cap));
+        const vi at = iota + int32_t(j);
+        storef(s + j, (at < lo) | (at > hi) ? set(-INFINITY) : x);
       }
       if (tree)
         for (int64_t i = 0; i < t.num_draft; i++) {
@@ -169,36 +173,38 @@ struct Attention {
     }
   }
 
-  // One step of the online softmax; w.prob gets the weights, o and state go on.
+  // One step of the online softmax; w.prob gets the weights, o and state go on. Scores are scaled
+  // here, unless the soft cap did it.
   void soften(const Work& w, int64_t r0, int count, int64_t keys) const {
+    const float scale = c.cap != 0.0 ? 1.0f : float(c.scale);
     for (int r = 0; r < count; r++) {
       const float* s = w.scores + r * STEP_KEYS;
       A* prob = w.prob + r * STEP_KEYS;
-      float* state = w.state + (r0 + r) * 2;
+      float* state = w.state + (r0 + r) * STATE;
       vf top = loadf(s);
       for (int64_t j = W; j < keys; j += W) top = vmax(top, loadf(s + j));
-      const float old = state[0];
-      const float most = max_of(top);
+      const float old = state[W];
+      const float most = max_of(top) * scale;
       const float m = most > old ? most : old;
-      vf l = {};
       // nothing seen yet (-inf): every weight is 0, and NaN scores stay NaN
-      const vf shift = set(m == -INFINITY ? 0.0f : m);
+      const vf shift = set(m == -INFINITY ? 0.0f : -m);
+      vf l = loadf(state);
+      if (m > old) {
+        const float keep = vexp_nonpositive(set(old - m))[0];
+        state[W] = m;
+        l = l * keep;
+        float* o = w.o + (r0 + r) * d;
+        for (int64_t i = 0; i < d; i += W) storef(o + i, loadf(o + i) * keep);
+      }
       for (int64_t j = 0; j < keys; j += W) {
-        const vf e = vexp(loadf(s + j) - shift);
+        const vf e = vexp_nonpositive(fma(loadf(s + j), set(scale), shift));
         l = l + e;
         if constexpr (sizeof(A) == 4)
           storef((float*)prob + j, e);
         else
           store_bf16((uint16_t*)prob + j, e);
       }
-      if (m > old) {
-        const float keep = vexp(set(old - m))[0];
-        state[0] = m;
-        state[1] *= keep;
-        float* o = w.o + (r0 + r) * d;
-        for (int64_t i = 0; i < d; i += W) storef(o + i, loadf(o + i) * keep);
-      }
-      state[1] += sum(l);
+      storef(state, l);
     }
   }
 
@@ -207,19 +213,25 @@ struct Attention {
       const int64_t in_block = p - (key + j) % p;
       const int64_t n = in_block < keys - j ? in_block : keys - j;
       const B* tile = block(c.v, t, key + j) + (key + j) % p * d;
-      for (int64_t i = 0; i < d; i += COLS)
-        TILES<T>.tile[count](w.prob + j, STEP_KEYS, tile + i * T::LANE, d * T::LANE,
-                             w.o + r0 * d + i, d, n / T::STEP, true);
+      // needed next: the keys of the next step, a share by each column block
+      const int64_t next = key + j + STEP_KEYS;
+      const B* k = next < t.kv_len ? block(c.k, t, next) : tile;
+      const bool wide = count <= MAX_ROWS / 2 && d % (2 * COLS) == 0;
+      const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
+      const int columns = wide ? 2 * COLS : COLS;
+      for (int64_t i = 0; i < d; i += columns)
+        f(w.prob + j, STEP_KEYS, tile + i * T::LANE, d * T::LANE, w.o + r0 * d + i, d,
+          n / T::STEP, true, Ahead{k + i * n, columns * T::STEP * ptrdiff_t(sizeof(B))});
       j += n;
     }
   }
 
-  // Softmax of one segment: w.o [rows, D] not yet divided, w.state [rows, 2] = (max, sum).
+  // Softmax of one segment: w.o [rows, D] not yet divided, w.state [rows, STATE].
   void segment(const Tile& t, const Work& w, int64_t index) const {
     for (int64_t i = 0; i < t.rows * d; i++) w.o[i] = 0.0f;
     for (int64_t r = 0; r < t.rows; r++) {
-      w.state[2 * r] = -INFINITY;
-      w.state[2 * r + 1] = 0.0f;
+      for (int i = 0; i < W; i++) w.state[r * STATE + i] = 0.0f;
+      w.state[r * STATE + W] = -INFINITY;
     }
     int64_t end = (index + 1) * SEGMENT_KEYS;
     if (t.end_key < end) end = t.end_key;
@@ -244,14 +256,13 @@ struct Attention {
   // (total, total_state) becomes the softmax over its keys and the segment's.
   void fold(int64_t rows, float* total, float* total_state, const float* o,
             const float* state) const {
-    for (int64_t r = 0; r < rows; r++) {
-      const float m = total_state[2 * r], n = state[2 * r];
-      if (n == -INFINITY && state[2 * r + 1] == 0.0f) continue;
+    for (int64_t r = 0; r < rows; r++, total_state += STATE, state += STATE) {
+      const float m = total_state[W], n = state[W];
       const float most = m > n ? m : n;
-      const float a = m == -INFINITY ? 0.0f : vexp(set(m - most))[0];
-      const float b = n == -INFINITY ? 1.0f : vexp(set(n - most))[0];
-      total_state[2 * r] = most;
-      total_state[2 * r + 1] = total_state[2 * r + 1] * a + state[2 * r + 1] * b;
+      const float a = m == -INFINITY ? 0.0f : vexp_nonpositive(set(m - most))[0];
+      const float b = n == -INFINITY ? 1.0f : vexp_nonpositive(set(n - most))[0];
+      total_state[W] = most;
+      storef(total_state, fma(loadf(state), set(b), loadf(total_state) * a));
       for (int64_t i = r * d; i < (r + 1) * d; i += W)
         storef(total + i, fma(loadf(o + i), set(b), loadf(total + i) * a));
     }
@@ -260,8 +271,8 @@ struct Attention {
   void clear(int64_t rows, float* total, float* total_state) const {
     for (int64_t i = 0; i < rows * d; i++) total[i] = 0.0f;
     for (int64_t r = 0; r < rows; r++) {
-      total_state[2 * r] = -INFINITY;
-      total_state[2 * r + 1] = 0.0f;
+      for (int i = 0; i < W; i++) total_state[r * STATE + i] = 0.0f;
+      total_state[r * STATE + W] = -INFINITY;
     }
   }
 
@@ -271,7 +282,7 @@ struct Attention {
       const int64_t row = t.q_row + r;
       const int64_t at = ((c.q_start[t.seq] + row / c.group) * heads + t.head * c.group +
                           row % c.group) * d;
-      const float inverse = 1.0f / total_state[2 * r + 1];
+      const float inverse = 1.0f / sum(loadf(total_state + r * STATE));
       for (int64_t i = 0; i < d; i += W)
         store_as(c.out, at + i, int(c.out_type), loadf(total + r * d + i) * inverse);
     }
@@ -303,7 +314,7 @@ struct Attention {
       segment(t, w, s);
       float* to = slots + (part.slot + s - part.first_segment) * slot_size;
       memcpy(to, w.o, size_t(t.rows * d) * sizeof(float));
-      memcpy(to + t.rows * d, w.state, size_t(t.rows * 2) * sizeof(float));
+      memcpy(to + t.rows * d, w.state, size_t(t.rows * STATE) * sizeof(float));
     }
   }
 
@@ -338,7 +349,7 @@ struct Attention {
       partials.push_back({count, first, segment_of(t.end_key) - first});
       if (partials.back().segments > 1) count += partials.back().segments;
     }
-    slot_size = rows * (d + 2);
+    slot_size = rows * (d + STATE);
     if (count) slots = static_cast<float*>(pool.shared(1, size_t(count * slot_size) * 4));
     pool.reserve(work_bytes(rows));
 

@@ -40,11 +40,54 @@ static void turn(float* h, int64_t d, const float* norm, float eps, const float*
   }
 }
 
+// Where element i of a token's row lies in a KV tile [D, P] or [P, D], see attention.cpp.
+struct TileLayout {
+  int64_t d, p, lane;
+  int64_t k(int64_t off, int64_t i) const { return (i / lane * p + off) * lane + i % lane; }
+  int64_t v(int64_t off, int64_t i) const { return (off / lane * d + i) * lane + off % lane; }
+};
+
+// A token's k row into its tile. `held` has room for two rows.
+static void put_k(const TileLayout& at, const float* h, void* tile, int64_t off, int type,
+                  void* held) {
+  convert_row(h, T_F32, held, type, at.d, at.d);
+  if (type == T_F32) {
+    for (int64_t i = 0; i < at.d; i++) ((float*)tile)[i * at.p + off] = ((const float*)held)[i];
+  } else if (type == T_F16) {
+    for (int64_t i = 0; i < at.d; i++)
+      ((uint16_t*)tile)[i * at.p + off] = ((const uint16_t*)held)[i];
+  } else {
+    for (int64_t i = 0; i < at.d / 2; i++)
+      memcpy((uint16_t*)tile + (i * at.p + off) * 2, (const uint16_t*)held + 2 * i, 4);
+  }
+}
+
+// A token's v row; `next`, if given, is the row of the next slot, which shares lanes with it.
+static void put_v(const TileLayout& at, const float* x, const float* next, void* tile, int64_t off,
+                  int type, void* held) {
+  if (type != T_BF16) {
+    convert_row(x, T_F32, (char*)tile + size_t(off * at.d) * size_of(type), type, at.d, at.d);
+    return;
+  }
+  uint16_t* row = static_cast<uint16_t*>(held);
+  uint16_t* to = (uint16_t*)tile + off / 2 * at.d * 2;
+  convert_row(x, T_F32, row, type, at.d, at.d);
+  if (next) {
+    convert_row(next, T_F32, row + at.d, type, at.d, at.d);
+    for (int64_t i = 0; i < at.d; i++) {
+      to[2 * i] = row[i];
+      to[2 * i + 1] = row[at.d + i];
+    }
+  } else {
+    for (int64_t i = 0; i < at.d; i++) to[2 * i + off % 2] = row[i];
+  }
+}
+
 }  // namespace xl
 
 using namespace xl;
 
-// total = x + residual (residual may be null), out = total / rms(total) * w; all [rows, n].
+// total = x + residual, out = total / rms(total) * w; all [rows, n]. Both null: total is x, float32.
 XL_API int xl_add_rms_norm(Pool* pool, const void* x, int x_type, const float* residual,
                            const float* w, float eps, float* total, void* out, int out_type,
                            int64_t rows, int64_t n) {
@@ -52,6 +95,11 @@ XL_API int xl_add_rms_norm(Pool* pool, const void* x, int x_type, const float* r
     const int64_t chunk = 8;
     pool->each((rows + chunk - 1) / chunk, [&](int64_t u, int) {
       for (int64_t r = u * chunk; r < rows && r < (u + 1) * chunk; r++) {
+        if (!total) {
+          const float* t = (const float*)x + r * n;
+          scale_row(t, w, 1.0f / sqrtf(sum_squares(t, n) / float(n) + eps), out, r * n, out_type, n);
+          continue;
+        }
         float* t = total + r * n;
         const float* add = residual ? residual + r * n : nullptr;
         int64_t i = 0;
@@ -78,34 +126,41 @@ XL_API int xl_rope_append(Pool* pool, const float* qkv, const int32_t* positions
                           int kv_type, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
                           int64_t p) {
   return guarded(pool, [&] {
-    const int64_t group = heads / kv_heads, lane = kv_type == T_BF16 ? 2 : 1;
-    const int64_t chunk = 16;
-    pool->reserve(size_t(d) * sizeof(float));
+    const int64_t group = heads / kv_heads;
+    const TileLayout at{d, p, kv_type == T_BF16 ? 2 : 1};
+    const int64_t chunk = 16, width = (heads + 2 * kv_heads) * d;
+    const size_t tile_bytes = size_t(p * d) * size_of(kv_type);
+    pool->reserve(size_t(d) * 2 * sizeof(float));
     // Units by KV head and run of tokens: two threads seldom write the same line of a tile.
     pool->each((tokens + chunk - 1) / chunk * kv_heads, [&](int64_t u, int thread) {
-      float* h = static_cast<float*>(pool->scratch(thread, size_t(d) * sizeof(float)));
+      float* h = static_cast<float*>(pool->scratch(thread, size_t(d) * 2 * sizeof(float)));
       const int64_t g = u % kv_heads, from = u / kv_heads * chunk;
+      bool v_done = false;  // with the token before
       for (int64_t t = from; t < tokens && t < from + chunk; t++) {
-        const float* row = qkv + t * (heads + 2 * kv_heads) * d;
+        const float* row = qkv + t * width;
         const float* cosines = rope + int64_t(positions[t]) * 2 * half;
         for (int64_t i = 0; i < group; i++) {
           memcpy(h, row + (g * group + i) * d, size_t(d) * sizeof(float));
           turn(h, d, q_norm, eps, cosines, half);
-          convert_row(h, T_F32, (char*)q + ((g * tokens + t) * group + i) * d *
-                      int64_t(size_of(q_type)), q_type, d, d);
+          const size_t to = size_t(((g * tokens + t) * group + i) * d) * size_of(q_type);
+          convert_row(h, T_F32, (char*)q + to, q_type, d, d);
         }
         if (slots[t] < 0) continue;
         memcpy(h, row + (heads + g) * d, size_t(d) * sizeof(float));
         turn(h, d, k_norm, eps, cosines, half);
         const int64_t off = slots[t] % p;
-        const int64_t tile = (slots[t] / p * kv_heads + g) * p * d;
-        for (int64_t i = 0; i < d; i++)
-          store_one(k, tile + i / lane * p * lane + off * lane + i % lane, kv_type, h[i]);
+        const size_t tile = size_t(slots[t] / p * kv_heads + g) * tile_bytes;
+        put_k(at, h, (char*)k + tile, off, kv_type, h + d);
+        if (v_done) {
+          v_done = false;
+          continue;
+        }
+        v_done = kv_type == T_BF16 && off % 2 == 0 && t + 1 < tokens && t + 1 < from + chunk &&
+                 slots[t + 1] == slots[t] + 1;
         const float* x = row + (heads + kv_heads + g) * d;
-        for (int64_t i = 0; i < d; i++)
-          store_one(v, tile + off / lane * d * lane + i * lane + off % lane, kv_type, x[i]);
+        put_v(at, x, v_done ? x + width : nullptr, (char*)v + tile, off, kv_type, h);
       }
-    }, tokens * (heads + 2 * kv_heads) * d < 8192);
+    }, tokens * width < 8192);
   });
 }
 
@@ -114,7 +169,8 @@ XL_API int xl_move_slots(Pool* pool, void* k, void* v, int kv_type, const int32_
                          const int32_t* dst, int64_t count, int64_t kv_heads, int64_t d,
                          int64_t p) {
   return guarded(pool, [&] {
-    const int64_t lane = kv_type == T_BF16 ? 2 : 1, row = kv_heads * d;
+    const TileLayout at{d, p, kv_type == T_BF16 ? 2 : 1};
+    const int64_t row = kv_heads * d;
     const size_t size = size_of(kv_type);
     char* held = static_cast<char*>(pool->shared(0, size_t(2 * count * row) * size));
     for (int back = 0; back < 2; back++)
@@ -123,8 +179,7 @@ XL_API int xl_move_slots(Pool* pool, void* k, void* v, int kv_type, const int32_
         for (int64_t g = 0; g < kv_heads; g++) {
           const int64_t tile = (slot / p * kv_heads + g) * p * d;
           for (int64_t i = 0; i < d; i++) {
-            const int64_t at_k = tile + i / lane * p * lane + off * lane + i % lane;
-            const int64_t at_v = tile + off / lane * d * lane + i * lane + off % lane;
+            const int64_t at_k = tile + at.k(off, i), at_v = tile + at.v(off, i);
             char* hk = held + size_t((2 * n) * row + g * d + i) * size;
             char* hv = held + size_t((2 * n + 1) * row + g * d + i) * size;
             char *pk = (char*)k + size_t(at_k) * size, *pv = (char*)v + size_t(at_v) * size;

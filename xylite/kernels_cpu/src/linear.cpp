@@ -8,6 +8,8 @@
 
 namespace xl {
 
+constexpr ptrdiff_t STREAM_AHEAD = 8192;  // bytes; hides the start of each page
+
 struct Weights {
   const void* data;
   int64_t n, k;
@@ -81,10 +83,18 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
         const int64_t r = rows * t / tiles;
         const int count = int(rows * (t + 1) / tiles - r);
         float* c = acc + (k_blocks > 1 ? r : 0) * PANEL;
+        // The next bytes of the weight: far enough ahead in this stream if it is read but once,
+        // else the next block of k (or the next panel), a share of it by each tile.
+        const char* here = reinterpret_cast<const char*>(b + s * PANEL * T::LANE);
+        Ahead ahead{here + STREAM_AHEAD, step_bytes};
+        if (tiles > 1) {
+          const int64_t advance = (step_bytes + tiles - 1) / tiles;
+          ahead = {here + n * step_bytes + t * n * advance, advance};
+        }
         for (int j = 0; j < PANEL; j += COLS)
           TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,
                                b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,
-                               s > 0);
+                               s > 0, ahead);
         if (last) out.store(c, m0 + r, count, panel);
       }
     }

@@ -44,10 +44,17 @@ struct BF16Dot {  // bf16 x bf16 summed in fp32 by the machine's own instruction
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// What a tile fetches into cache while it computes: a line per vector and step from `from` on.
+struct Ahead {
+  const void* from;
+  ptrdiff_t advance;  // bytes per step
+};
+
 // lda, ldb in elements; b's row s starts at b + s * ldb; steps counts rows of b.
-template <class T, int ROWS, bool AHEAD>
-static inline void mm_rows(const typename T::A* a, ptrdiff_t lda, const typename T::B* b,
-                           ptrdiff_t ldb, float* c, ptrdiff_t ldc, ptrdiff_t steps, bool add) {
+template <class T, int ROWS, int NV>
+static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* b, ptrdiff_t ldb,
+                    float* c, ptrdiff_t ldc, ptrdiff_t steps, bool add, Ahead ahead) {
+  const char* soon = static_cast<const char*>(ahead.from);
   vf acc[ROWS][NV];
   // Explicit row pointers in threes: few registers, simple addresses.
   const typename T::A* p[(ROWS + 2) / 3];
@@ -60,10 +67,9 @@ static inline void mm_rows(const typename T::A* a, ptrdiff_t lda, const typename
 
 #pragma GCC unroll 2
   for (ptrdiff_t s = 0; s < steps; s++) {
-    if (AHEAD) {  // one row is a stream: hide the start of each page
-      prefetch((const char*)b + 2048);
-      if (sizeof(typename T::B) * T::LANE * COLS > 64) prefetch((const char*)b + 2048 + 64);
-    }
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; j++) prefetch(soon + 64 * j);
+    soon += ahead.advance;
     if constexpr (std::is_same<T, F32>::value || std::is_same<T, F16>::value) {
       vf w[NV];
 #pragma GCC unroll 4
@@ -123,28 +129,27 @@ static inline void mm_rows(const typename T::A* a, ptrdiff_t lda, const typename
     for (int j = 0; j < NV; j++) storef(c + r * ldc + j * W, acc[r][j]);
 }
 
-template <class T, int ROWS>
-static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* b, ptrdiff_t ldb,
-                    float* c, ptrdiff_t ldc, ptrdiff_t steps, bool add) {
-  mm_rows<T, ROWS, ROWS <= 2>(a, lda, b, ldb, c, ldc, steps, add);
-}
-
 template <class T>
 using TileFn = void (*)(const typename T::A*, ptrdiff_t, const typename T::B*, ptrdiff_t, float*,
-                        ptrdiff_t, ptrdiff_t, bool);
+                        ptrdiff_t, ptrdiff_t, bool, Ahead);
 
-// tile[r] multiplies r rows, 1 <= r <= MAX_ROWS: M is padded to nothing.
+// tile[r] multiplies r rows, 1 <= r <= MAX_ROWS: M is padded to nothing. wide[r] does so for twice
+// the columns, r <= MAX_ROWS / 2: few rows are too few chains to fill the pipelines.
 template <class T>
 struct Tiles {
   TileFn<T> tile[MAX_ROWS + 1];
-  template <int... R>
-  constexpr explicit Tiles(std::integer_sequence<int, R...>)
-      : tile{nullptr, &mm_tile<T, R + 1>...} {}
-  constexpr Tiles() : Tiles(std::make_integer_sequence<int, MAX_ROWS>{}) {}
+  TileFn<T> wide[MAX_ROWS / 2 + 1];
+  template <int... R, int... Q>
+  constexpr Tiles(std::integer_sequence<int, R...>, std::integer_sequence<int, Q...>)
+      : tile{nullptr, &mm_tile<T, R + 1, NV>...}, wide{nullptr, &mm_tile<T, Q + 1, 2 * NV>...} {}
+  constexpr Tiles()
+      : Tiles(std::make_integer_sequence<int, MAX_ROWS>{},
+              std::make_integer_sequence<int, MAX_ROWS / 2>{}) {}
 };
 
 template <class T>
 constexpr Tiles<T> TILES{};
+
 
 // rows split as evenly as possible into tiles of at most MAX_ROWS
 static inline int tile_rows(int64_t rows) {

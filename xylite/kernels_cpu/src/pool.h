@@ -10,7 +10,7 @@
 
 namespace xl {
 
-constexpr size_t ALIGN = 64;
+constexpr int MAX_RUNS = 64;
 
 // Memory that only grows, one piece per thread and one shared; contents do not survive `get`.
 struct Scratch {
@@ -33,21 +33,34 @@ class Pool {
   // scratch memory of its own.
   void run(Body body, void* context, bool alone = false);
 
-  // f(unit, thread) for every unit in [0, units), in any order.
+  // f(unit, thread) for every unit in [0, units). Each thread begins with a run of neighbours of
+  // its own; who is done takes from the others' runs.
   template <class F>
   void each(int64_t units, F&& f, bool alone = false) {
+    struct alignas(64) Run {
+      std::atomic<int64_t> next;
+      int64_t end;
+    };
     struct Job {
       F& f;
-      int64_t units;
-      std::atomic<int64_t> next;
-    } job{f, units, {0}};
+      int count;
+      Run runs[MAX_RUNS];
+    } job{f, threads() < MAX_RUNS ? threads() : MAX_RUNS, {}};
+    if (alone || units <= 1) job.count = 1;
+    for (int i = 0; i < job.count; i++) {
+      job.runs[i].next = units * i / job.count;
+      job.runs[i].end = units * (i + 1) / job.count;
+    }
     run(
         [](void* c, int thread) {
           Job& j = *static_cast<Job*>(c);
-          for (int64_t u; (u = j.next.fetch_add(1, std::memory_order_relaxed)) < j.units;)
-            j.f(u, thread);
+          for (int i = 0; i < j.count; i++) {
+            Run& r = j.runs[(thread + i) % j.count];
+            for (int64_t u; (u = r.next.fetch_add(1, std::memory_order_relaxed)) < r.end;)
+              j.f(u, thread);
+          }
         },
-        &job, alone || units <= 1);
+        &job, job.count == 1);
   }
 
   int threads() const { return int(scratch_.size()); }

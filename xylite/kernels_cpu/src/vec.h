@@ -83,11 +83,15 @@ static inline vf vmin(vf a, vf b) {
 
 // Fixed trees: the result depends on nothing but the vector.
 static inline float sum(vf v) {
+#if defined(XL_AVX512)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float t[W];
   storef(t, v);
   for (int n = W / 2; n; n /= 2)
     for (int i = 0; i < n; i++) t[i] += t[i + n];
   return t[0];
+#endif
 }
 
 static inline float max_of(vf v) {
@@ -199,13 +203,8 @@ static inline void store_fp16(uint16_t* p, vf v) {
 
 // Elementary functions -------------------------------------------------------------------------
 
-// e^x to 2 ulp; 0 below -87.3, so that exp(-inf) is exactly 0; NaN stays NaN.
-static inline vf vexp(vf x) {
-  const vf magic = set(0x1.8p23f);
-  const vf y = vmin(x, set(88.3f));  // the second operand where x is NaN: repaired at the end
-  const vf z = vmax(y, set(-87.3f));
-  const vf t = fma(z, set(1.44269504f), magic);
-  const vf n = t - magic;
+// e^z, where n = t - magic is z / ln 2 rounded; to 2 ulp
+static inline vf exp_of(vf z, vf t, vf n) {
   vf r = fma(n, set(-0.693359375f), z);
   r = fma(n, set(2.12194440e-4f), r);
   vf p = set(1.9875691500e-4f);
@@ -215,10 +214,26 @@ static inline vf vexp(vf x) {
   p = fma(p, r, set(1.6666665459e-1f));
   p = fma(p, r, set(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  p = (vf)(bits(p) + (bits(t) << 23));
+  return (vf)(bits(p) + (bits(t) << 23));
+}
+
+// e^x; 0 below -87.3, so that exp(-inf) is exactly 0; NaN stays NaN.
+static inline vf vexp(vf x) {
+  const vf magic = set(0x1.8p23f);
+  const vf z = vmax(vmin(x, set(88.3f)), set(-87.3f));
+  const vf t = fma(z, set(1.44269504f), magic);
+  vf p = exp_of(z, t, t - magic);
   p = x < set(-87.3f) ? vf{} : p;
   p = x > set(88.3f) ? set(INFINITY) : p;
   return x != x ? x : p;
+}
+
+// The same where x is not positive, bit for bit.
+static inline vf vexp_nonpositive(vf x) {
+  const vf magic = set(0x1.8p23f);
+  const vf z = vmax(x, set(-87.3f));
+  const vf t = fma(z, set(1.44269504f), magic);
+  return x != x ? x : x < set(-87.3f) ? vf{} : exp_of(z, t, t - magic);
 }
 
 static inline vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }

@@ -36,8 +36,9 @@ _PLAIN: Final[Mapping[str, torch.dtype]] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Tensors that some converters write although they can be computed.
-_COMPUTED: Final = ("rotary_emb.inv_freq", "rope_freqs.weight")
+# Tensors that some converters write although nothing needs them: what can be computed, and a tied
+# model's own copy of the head (the embedding is its head).
+_IGNORED: Final = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
 
 
 def resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
@@ -201,10 +202,8 @@ def _check_names(
         raise ConfigError(
             f"{checkpoint.path}: tensor {missing[0]!r}{more} is missing{why}", param="model"
         )
-    # A tied model's own copy of the head is not read: the embedding is the head.
-    tied = {"lm_head.weight"} if spec.tied else set[str]()
     for name, t in tensors.items():
-        if name not in wanted and name not in tied and not name.endswith(_COMPUTED):
+        if name not in wanted and not name.endswith(_IGNORED):
             raise ConfigError(
                 f"{t.file}: tensor {name!r} has no place in a {spec.family} model of this "
                 "config.json",

@@ -20,7 +20,9 @@ class Toy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One field of each kind."""
 
     model: Annotated[str, about("The model.", "one")] = "demo"
-    limit: Annotated[Annotated[int, Meta(ge=1)] | None, about("A limit.", "one")] = None
+    limit: Annotated[Annotated[int, Meta(ge=1)] | None, about("A limit; auto has none.", "one")] = (
+        None
+    )
     share: Annotated[float, about("A share.", "one", gt=0, le=1)] = 0.5
     fast: Annotated[bool, about("Be fast.", "two")] = True
     names: Annotated[tuple[str, ...], about("Names.", "two")] = ()
@@ -56,6 +58,7 @@ def test_dash_and_underscore_and_equals_sign_are_alike():
     [
         (["--limit", "25.6k"], "limit", 25600),
         (["--limit=auto"], "limit", None),
+        (["--limit", "none"], "limit", None),
         (["--share", "1"], "share", 1.0),
         (["--no-fast"], "fast", False),
         (["--fast=off"], "fast", False),
@@ -237,7 +240,8 @@ def test_help_is_given_whatever_else_the_line_says():
 def test_the_table_for_the_docs_has_one_row_per_setting():
     rows = markdown_table(Toy).splitlines()
     assert len(rows) == 2 + len(settings(Toy))
-    assert "| `--limit N` | auto | A limit. |" in rows
+    assert "| `--limit N` | auto | A limit; auto has none. |" in rows
+    assert "| `--prompt TEXT` | none | A text. |" in rows
     assert "| `--colour` | red | A colour. One of green, red. |" in rows
 
 

@@ -220,7 +220,7 @@ def _checked(setting: Setting, given: _Given) -> Any:
 
 
 def _read(setting: Setting, text: str) -> Any:
-    if setting.optional and text.lower() == "auto":
+    if setting.optional and text.lower() in ("auto", "none"):
         return None
     if setting.kind == "bool":
         words = {"true": True, "1": True, "yes": True, "on": True}

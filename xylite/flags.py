@@ -5,6 +5,7 @@ A flag is a field: `max_num_seqs` is `--max-num-seqs N`, XYLITE_MAX_NUM_SEQS and
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ Kind = Literal["bool", "int", "float", "str", "choice", "list", "dict"]
 class Setting:
     """One field of a settings struct, as a flag.
 
-    optional  None is allowed and written "auto"
+    optional  None is allowed and written "auto" or "none"
     limits    for help, such as ">= 1"
     """
 
@@ -63,7 +64,7 @@ class Setting:
     @property
     def default_text(self) -> str:
         if self.default is None:
-            return "auto"
+            return "auto" if re.search(r"\bauto\b", self.about, re.IGNORECASE) else "none"
         if self.kind == "bool":
             return "on" if self.default else "off"
         if self.kind == "list":

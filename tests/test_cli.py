@@ -139,13 +139,16 @@ def test_help_loads_neither_torch_nor_the_server():
 
 
 @pytest.mark.alone
-def test_help_takes_less_than_a_third_of_a_second():
-    times: list[float] = []
-    for _ in range(5):
+def test_help_takes_no_longer_than_ten_bare_interpreters():
+    """65 ms against 15 ms where this was written; with torch it would be a second and more."""
+
+    def seconds(*arguments: str) -> float:
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "xylite", "--help"], check=True, stdout=-3, cwd=ROOT)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
+        subprocess.run([sys.executable, *arguments], check=True, stdout=-3, cwd=ROOT)
+        return time.perf_counter() - start
+
+    ratios = [seconds("-m", "xylite", "--help") / seconds("-c", "pass") for _ in range(7)]
+    assert sorted(ratios)[3] < 10
 
 
 class Served:

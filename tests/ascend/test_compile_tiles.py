@@ -21,8 +21,13 @@ ALLOWED = {
 IN_PLACE = ("penalise",)
 
 
+GENERATIONS = ("1.0.0", "1.1.0", "1.2.0")
+
+
 def all_cases() -> list[tuple[str, Case]]:
-    return [(g, case) for g in ("1.1.0", "1.2.0") for case in cases(f"910b-{g}")]
+    return [
+        (g, case) for g in GENERATIONS for case in cases(f"910b-{g}", thorough=g == GENERATIONS[-1])
+    ]
 
 
 def ids(value: object) -> str:
@@ -43,8 +48,9 @@ def test_case_fits_the_chip_as_it_is_written(generation, case):
     assert not program.retries, program  # a retry gives up double buffering
     for space, used in program.memory.items():
         assert used <= program.limits[space], program
-    assert program.vector_cores in (0, 2), program
-    if generation == "1.2.0" and program.vector_cores:
+    # 1.0.0 leaves one of the two vector cores of every mixed kernel idle.
+    assert program.vector_cores in (0, 1 if generation == "1.0.0" else 2), program
+    if generation != "1.1.0" and program.vector_cores:
         assert not case.options["multibuffer"], program
     kernel = case.kernel.__name__
     unexplained = [
@@ -64,7 +70,9 @@ def test_every_row_of_the_table_is_compiled():
     }
     for row in builtin():
         chip, _, generation = row.chip.partition("-")
-        if chip != "910b" or row.op == "rope" or (row.op == "sample" and row.dtype == "half"):
+        if chip != "910b" or row.op in ("rope", "attention"):
+            continue
+        if row.op not in GEMM_OPS and row.dtype != ("float" if row.op == "sample" else "half"):
             continue
         size = row.sizes["TILE_M" if row.op in GEMM_OPS else "TILE"]
         assert (generation, size, tuple(sorted(row.options))) in compiled, row

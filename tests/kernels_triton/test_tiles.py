@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.kernels_triton import compile_cases
 from xylite.errors import ConfigError
-from xylite.kernels_triton import tiles
+from xylite.kernels_triton import launch, tiles
 from xylite.kernels_triton.tiles import FLOAT, HALF, Tiles
 
 CHIPS = sorted({row.chip for row in tiles.builtin()})
@@ -45,6 +46,20 @@ def test_when_nothing_fills_the_cores_the_most_tasks_win():
     assert tiles.for_chip("910b-1.2.0").gemm("linear", HALF, 1, 128, 64, 24).sizes["TILE_N"] == 64
 
 
+def test_attention_has_two_tile_classes_of_one_block_on_every_chip():
+    for chip in CHIPS:
+        small, large = tiles.for_chip(chip).attention()
+        assert small.sizes["TILE_Q"] < large.sizes["TILE_Q"]
+        assert small.sizes["TILE_KV"] == large.sizes["TILE_KV"]
+
+
+def test_cases_to_compile_have_the_tiles_of_the_launch():
+    for chip in CHIPS:
+        row = tiles.for_chip(chip).vector("rope", HALF)
+        for heads in compile_cases.HEADS:
+            assert compile_cases.rope_tiles(row, *heads) == launch.rope_tiles(row, *heads)
+
+
 def test_tuned_rows_win_where_they_fit_and_only_there():
     table = tiles.for_chip("sm_90", [TUNED])
     assert table.gemm("linear", HALF, 16, 4096, 4096, 132) is TUNED
@@ -60,7 +75,7 @@ def test_merge_replaces_a_place_as_a_whole():
 
 
 def test_an_unknown_chip_is_named_with_those_that_exist():
-    with pytest.raises(ConfigError, match=r"'sm_10'; there are tables for 910b-1\.1\.0, "):
+    with pytest.raises(ConfigError, match=r"'sm_10'; there are tables for 910b-1\.0\.0, "):
         tiles.for_chip("sm_10")
 
 

@@ -5,8 +5,8 @@ the built-in ones. Every built-in row is compiled in the tests for the chip it n
 fits UB, L1 and L0C without losing its double buffers, on CUDA it spills nothing and fits the shared
 memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86, sm_89 and sm_120 too.
 
-Chips: "910b-1.1.0" and "910b-1.2.0" (all Ascend 910B and A3 have the same memories; the number is
-the generation of the compiler, AscendNPU-IR 1.1.0 in CANN 9.0 and 1.2.0 in CANN 9.1, which plan
+Chips: "910b-1.0.0", "910b-1.1.0" and "910b-1.2.0" (all Ascend 910B and A3 have the same memories;
+the number is the generation of the compiler, AscendNPU-IR in CANN 8.5, 9.0 and 9.1, which plan
 differently), "sm_80", "sm_90", "interpreter".
 """
 
@@ -86,18 +86,26 @@ def _ascend(generation: str) -> list[Tiles]:
     """Ascend 910B. Mixed kernels (cube and vector) run without automatic multi-buffering on
     generation 1.2.0: several projects met races in it, and the emulator of tests/ascend gets wrong
     numbers from such a GEMM with an epilogue. Pure cube and pure vector kernels keep it.
+
+    Generation 1.0.0 leaves one of the two vector cores of a mixed kernel idle, so the other needs
+    twice the memory: its tiles are smaller.
     """
     chip = f"910b-{generation}"
-    mixed = {"multibuffer": generation != "1.2.0"}
-    half = {16: ["16x256x256", "16x128x256", "16x64x256"], 64: ["64x256x256", "64x128x256"]}
-    cube = {"linear": {**half, 0: ["128x256x128", "128x128x256", "64x128x256"]}}
+    first = generation == "1.0.0"
+    mixed = {"multibuffer": generation == "1.1.0"}
+    few = {16: ["16x256x256", "16x128x256", "16x64x256"], 64: ["64x256x256", "64x128x256"]}
+    cube = {"linear": {**few, 0: ["128x256x128", "128x128x256", "64x128x256"]}}
     part = {16: ["16x128x256", "16x64x256"], 64: ["64x128x128", "64x64x128"]}
-    both = {
-        "epilogue": {**part, 0: ["128x128x128", "64x128x128"]},
-        "gated": {**part, 0: ["128x64x128", "64x64x128"]},
+    wide = ["64x128x128"] if first else ["128x128x128", "64x128x128"]
+    wide_two = ["64x64x128"] if first else ["128x64x128", "64x64x128"]
+    both = {"epilogue": {**part, 0: wide}, "gated": {**part, 0: wide_two}}
+    packed = {
+        "epilogue": {
+            16: ["16x64x128"] if first else ["16x128x128", "16x64x128"],
+            0: ["64x64x128"] if first else ["128x128x128", "64x64x128"],
+        },
+        "gated": {16: ["16x64x128"], 0: ["64x64x128"]},
     }
-    packed = {"epilogue": {16: ["16x128x128", "16x64x128"], 0: ["128x128x128", "64x64x128"]}}
-    packed["gated"] = {16: ["16x64x128"], 0: ["64x64x128"]}
     single = {16: ["16x128x128"], 0: ["64x64x128"]}
     vector = {"norm": 8192, "act": 4096, "gather": 8192, "rope": 2048, "sample": 4096}
     return [
@@ -109,33 +117,44 @@ def _ascend(generation: str) -> list[Tiles]:
         *_gemms(chip, "w8a8", both, **mixed),
         *_gemms(chip, "int4", packed, **mixed),
         *_rowwise(chip, vector, {"multibuffer": True}),
+        *_attention(chip, 128, {16: mixed, 32 if first else 128: mixed}),
+    ]
+
+
+def _attention(chip: str, block: int, classes: Mapping[int, Mapping[str, int]]) -> list[Tiles]:
+    """Query tiles with their launch options, smallest first; `block` keys are a KV tile."""
+    return [
+        Tiles("attention", chip, HALF, {"TILE_Q": q, "TILE_KV": block}, options)
+        for q, options in classes.items()
     ]
 
 
 def _cuda(chip: str) -> list[Tiles]:
+    """Stages times (x tile + w tiles) is the shared memory; accumulators are the registers."""
     big = chip == "sm_90"
-    few = {
-        16: ["16x64x128 w4 s4", "16x32x256 w4 s3"],
-        64: ["64x128x64 w4 s3", "64x64x64 w4 s4"],
-    }
-    many = ["128x256x64 w8 s3", "128x128x64 w4 s3"] if big else ["128x128x32 w4 s4"]
-    two = ["128x128x64 w8 s3"] if big else ["128x64x32 w4 s4"]
+    few = {16: ["16x64x128 w4 s4", "16x32x128 w4 s4"], 64: ["64x128x64 w4 s3", "64x64x64 w4 s4"]}
+    many = ["128x256x64 w8 s3", "128x128x64 w8 s3"] if big else ["128x128x32 w8 s4"]
+    part = ["128x128x64 w8 s3"] if big else ["128x128x32 w8 s4"]
+    two = ["128x64x64 w8 s3"] if big else ["128x64x32 w8 s4"]
     half = {
         "linear": {**few, 0: [*many, "64x64x64 w4 s4"]},
-        "epilogue": {**few, 0: [*many, "64x64x64 w4 s4"]},
+        "epilogue": {**few, 0: [*part, "64x64x64 w4 s4"]},
         "gated": {16: ["16x32x128 w4 s4"], 64: ["64x64x64 w4 s3"], 0: [*two, "64x64x64 w4 s3"]},
     }
-    single = {0: ["32x32x32 w4 s3"]}
+    single, single_two = {0: ["32x32x32 w4 s3"]}, {0: ["32x16x32 w4 s3"]}
     packed = {16: ["16x64x128 w4 s3"], 0: ["64x64x128 w4 s3"]}
+    packed_two = {16: ["16x32x128 w4 s3"], 0: ["64x32x128 w4 s3"]}
     eight = {16: ["16x64x128 w4 s4"], 0: ["128x128x64 w8 s3", "64x64x64 w4 s3"]}
-    vector = {"norm": 8192, "act": 1024, "gather": 4096, "rope": 4096, "sample": 4096}
+    vector = {"act": 1024, "gather": 4096, "rope": 4096, "sample": 4096}
     return [
         *_gemms(chip, HALF, half),
-        *_gemms(chip, FLOAT, {"linear": single, "epilogue": single, "gated": single}),
-        *_gemms(chip, "int8", {"epilogue": packed, "gated": packed}),
+        *_gemms(chip, FLOAT, {"linear": single, "epilogue": single, "gated": single_two}),
+        *_gemms(chip, "int8", {"epilogue": packed, "gated": packed_two}),
         *_gemms(chip, "w8a8", {"epilogue": eight, "gated": {0: ["64x64x64 w4 s3"]}}),
-        *_gemms(chip, "int4", {"epilogue": packed, "gated": {0: ["16x32x128 w4 s3"]}}),
-        *_rowwise(chip, vector, {"num_warps": 4}),
+        *_gemms(chip, "int4", {"epilogue": packed, "gated": packed_two}),
+        *_rowwise(chip, vector, {"num_warps": 8}),
+        *_rowwise(chip, {"norm": 8192}, {"num_warps": 16}),
+        *_attention(chip, 64, {16: {"num_warps": 4}, 64: {"num_warps": 8}}),
     ]
 
 
@@ -146,13 +165,16 @@ def _interpreter() -> list[Tiles]:
         sizes = {"linear": {0: ["32x64x64"]}, "epilogue": {0: ["32x64x64"]}}
         rows += _gemms(INTERPRETER, dtype, {**sizes, "gated": {0: ["32x64x64"]}})
     vector = {"norm": 8192, "act": 8192, "gather": 8192, "rope": 16384, "sample": 8192}
-    return rows + _rowwise(INTERPRETER, vector, {})
+    return [
+        *rows, *_rowwise(INTERPRETER, vector, {}), *_attention(INTERPRETER, 16, {16: {}, 32: {}})
+    ]  # fmt: skip
 
 
 def builtin() -> tuple[Tiles, ...]:
     """Every row that comes with xylite."""
     return (
-        *_ascend("1.1.0"), *_ascend("1.2.0"), *_cuda("sm_80"), *_cuda("sm_90"), *_interpreter()
+        *_ascend("1.0.0"), *_ascend("1.1.0"), *_ascend("1.2.0"),
+        *_cuda("sm_80"), *_cuda("sm_90"), *_interpreter(),
     )  # fmt: skip
 
 
@@ -183,6 +205,10 @@ class TileTable:
         ]
         limit = min((row.max_rows or 1 << 62 for row in fitting), default=0)
         return [row for row in fitting if (row.max_rows or 1 << 62) == limit]
+
+    def attention(self) -> list[Tiles]:
+        """The rows of Meta-Attention's tile classes, smallest first."""
+        return [row for row in self.rows if row.op == "attention"]
 
     def vector(self, op: str, dtype: str) -> Tiles:
         """The row of a kernel without products."""

@@ -1,0 +1,31 @@
+"""A stand-in device: the cuda and npu tables on CPU tensors, kernels in Triton's interpreter.
+
+Import this module before any of xylite.kernels_triton: it chooses the interpreter.
+"""
+
+import os
+import sys
+from typing import Literal
+
+if "xylite.kernels_triton.smooth_gemm" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from xylite.kernels_triton import smooth_gemm, tiles
+from xylite.ops import Ops, cuda, npu
+
+assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
+    "kernels were imported before the interpreter was chosen"
+)
+
+GIB = 1 << 30
+
+
+def stand_in(kind: Literal["cuda", "npu"], num_cores: int = 3) -> Ops:
+    """The table of a device of this kind, small enough for tests: 16 tokens per block."""
+    services = {"memory": lambda: (GIB, 2 * GIB), "synchronize": lambda: None}
+    cpu, chip, arch = torch.device("cpu"), tiles.INTERPRETER, "stand-in"
+    if kind == "cuda":
+        return cuda.assemble(cpu, chip, arch, cores=num_cores, **services)
+    return npu.assemble(cpu, chip, arch, cores=num_cores, vector_cores=2 * num_cores, **services)

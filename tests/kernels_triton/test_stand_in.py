@@ -1,0 +1,109 @@
+"""A tiny Llama through the cuda and npu tables: schedules, drafts and sampling as the engine makes
+them, ids as the reference table gives them. The device services are faked, the kernels real."""
+
+from tests.kernels_triton.stand_in import stand_in  # isort: skip  (chooses the interpreter)
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.models import tiny
+from tests.runtime.driver import Driver
+from xylite import ops
+from xylite.checkpoint import open_checkpoint
+from xylite.config import EngineConfig
+from xylite.ops import Ops, reference
+from xylite.runtime import build
+from xylite.runtime.request import Draft, SamplingParams, make_request
+from xylite.runtime.sequence import Sequence
+
+CONFIG = tiny.config(
+    hidden_size=64, head_dim=64, num_attention_heads=3, num_key_value_heads=1,
+    num_hidden_layers=2, intermediate_size=96, vocab_size=150,
+)  # fmt: skip
+SETTINGS = {
+    "dtype": "float32", "num_blocks": 24, "block_size": 16, "max_num_seqs": 4,
+    "max_num_batched_tokens": 24, "max_model_len": 96,
+}  # fmt: skip
+LENGTHS = (1, 16, 40)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    return tiny.save_directory(path, CONFIG, tiny.tensors(CONFIG))
+
+
+def driver(table: Ops, path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """The parts that the engine would run, with the test driver in place of its loop."""
+    monkeypatch.setattr(ops, "load", lambda device: table)
+    config = EngineConfig(model=str(path), **SETTINGS)
+    parts = build.build(config, open_checkpoint(str(path)), CONFIG["vocab_size"])
+    made = Driver(num_blocks=1, block_size=16)
+    made.scheduler, made.tabulator, made.executor = parts.scheduler, parts.tabulator, parts.executor
+    made.blocks = parts.scheduler.blocks
+    for i, length in enumerate(LENGTHS):
+        prompt = [(7 * i + 3 * j + 1) % CONFIG["vocab_size"] for j in range(length)]
+        params = SamplingParams(
+            max_tokens=4, temperature=(0.0, 0.9)[i % 2], top_p=0.9, top_k=20, min_p=0.01,
+            repetition_penalty=1.1, seed=i,
+        )  # fmt: skip
+        made.add(
+            make_request(
+                str(i), prompt, params, limits=parts.limits, end_tokens=frozenset(),
+                default_seed=0,
+            )
+        )  # fmt: skip
+    return made
+
+
+def all_tokens(made: Driver) -> list[list[int]]:
+    return [made.tokens(str(i)) for i in range(len(LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> list[list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        made = driver(reference.TABLE, checkpoint, patch)
+        made.run()
+    return all_tokens(made)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_tables_of_kernels_give_the_tokens_of_the_reference(
+    kind, checkpoint, expected, monkeypatch
+):
+    made = driver(stand_in(kind), checkpoint, monkeypatch)
+    rng = random.Random(0)
+    made.run(ahead=lambda: rng.random() < 0.5)
+    assert all_tokens(made) == expected
+
+
+def tree_draft(seq: Sequence, expected: list[list[int]]) -> Draft:
+    """Two branches: one is what comes next, the other is not."""
+    done = len(seq.tokens) - seq.num_prompt
+    right = expected[int(seq.request.id)][done : done + 2]
+    wrong = [(t + 1) % CONFIG["vocab_size"] for t in right[:1]]
+    return Draft(tuple(wrong + right), (-1, *((-1, 1)[: len(right)])))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_draft_trees_are_verified_by_the_kernels(kind, checkpoint, expected, monkeypatch):
+    made = driver(stand_in(kind), checkpoint, monkeypatch)
+
+    def propose(seq: Sequence) -> Draft | None:
+        return tree_draft(seq, expected) if seq.request.id != "0" else None
+
+    made.run(propose=propose)
+    assert all_tokens(made) == expected
+    # Fewer iterations than tokens: drafts were accepted.
+    assert any(step.compact for step in made.steps)
+    assert made.scheduler.counters.spec_num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_table_says_what_it_is(kind):
+    device = stand_in(kind).device
+    assert device.kind == kind and device.block_size == 16 and device.tile_classes
+    assert stand_in(kind).linear is not reference.linear

@@ -1,0 +1,118 @@
+"""NVIDIA GPUs from compute capability 8.0: the Triton kernels."""
+
+import dataclasses
+from collections.abc import Callable
+from importlib import metadata
+from typing import Final
+
+import torch
+
+from xylite.errors import ConfigError
+from xylite.kernels_triton import tiles
+from xylite.ops import Device, Ops, reference
+
+TRITON: Final = (3, 6)
+OLDEST: Final = (8, 0)
+FIT: Final = (
+    "xylite[cuda] installs a set that fits: torch 2.9 or newer for CUDA, triton 3.6 or newer"
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in version.split("+")[0].split(".")[:2] if x.isdecimal())
+
+
+def missing() -> str | None:
+    """What is wrong with the installed packages; None = nothing."""
+    triton = _version("triton")
+    if triton is not None and _version("triton-ascend") is not None:
+        return (
+            "triton and triton-ascend are both installed, and they overwrite each other's files: "
+            "uninstall both, then install triton again"
+        )
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA; {FIT}"
+    if triton is None:
+        return f"the package triton is not installed; {FIT}"
+    if _numbers(triton) < TRITON:
+        return f"triton {triton} is older than {'.'.join(map(str, TRITON))}; {FIT}"
+    return None
+
+
+def available() -> str | None:
+    """None, or why this backend cannot be used here."""
+    reason = missing()
+    if reason is not None:
+        return reason
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU is visible to torch: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if torch.cuda.get_device_capability() < OLDEST:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        return f"the GPU has compute capability {found}, the kernels need 8.0 or newer"
+    return None
+
+
+def chip_of(capability: tuple[int, int]) -> str:
+    """The tile table for a compute capability: 9.0 has its own, that of 8.0 fits all others."""
+    return "sm_90" if capability == (9, 0) else "sm_80"
+
+
+def table(index: int) -> Ops:
+    """The ops of GPU `index`."""
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device cuda:{index}: there are {torch.cuda.device_count()} GPUs", param="device"
+        )
+    device = torch.device("cuda", index)
+    # Triton launches on the current device, whatever device its tensors are on.
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    return assemble(
+        device,
+        chip_of((properties.major, properties.minor)),
+        f"{properties.name} (sm_{properties.major}{properties.minor})",
+        cores=properties.multi_processor_count,
+        memory=lambda: torch.cuda.mem_get_info(device),
+        synchronize=lambda: torch.cuda.synchronize(device),
+    )
+
+
+def assemble(
+    device: torch.device,
+    chip: str,
+    arch: str,
+    *,
+    cores: int,
+    memory: Callable[[], tuple[int, int]],
+    synchronize: Callable[[], None],
+) -> Ops:
+    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`."""
+    from xylite.kernels_triton import launch
+    from xylite.kernels_triton import table as kernel_table
+
+    count = launch.counts(device)
+    target = launch.Target(cores, cores, tiles.for_chip(chip), count)
+    attention = kernel_table.attention_tiles(target.tiles)
+    return dataclasses.replace(
+        reference.TABLE,
+        name="cuda",
+        device=Device(
+            kind="cuda",
+            torch_device=device,
+            arch=arch,
+            num_cores=cores,
+            block_size=attention.tile_kv,
+            block_multiple=attention.tile_kv,
+            tile_classes=attention.tile_q,
+            memory=memory,
+            synchronize=synchronize,
+        ),
+        **kernel_table.functions(target, attention),
+    )

@@ -34,7 +34,7 @@ HOST = (
 # Layer -> layers it may import besides itself. The longest matching layer counts; "" is xylite
 # itself, whose __init__ names the library's public face.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
-    "": ("config", "runtime.request", "text_engine"),
+    "": ("config", "runtime.request", "text_engine", "llm"),
     "__main__": ("cli",),
     "cli": (
         *LEAVES,
@@ -48,6 +48,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     ),
     "bench": ("errors", "config", "flags"),
     "command_line": ("errors", "config", "flags"),
+    "llm": (*LEAVES, "text_engine", "runtime.request"),
     "flags": ("errors",),
     "http": (*LEAVES, "", "text_engine", "text", "runtime.request", "runtime.stats"),
     "text_engine": (

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from xylite.config import EngineConfig, ServerConfig
+    from xylite.llm import LLM
     from xylite.runtime.request import SamplingParams
-    from xylite.text_engine import LLM, TextEngine
+    from xylite.text_engine import TextEngine
 
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "ServerConfig", "TextEngine", "__version__"]
 
 _HOME: Final[Mapping[str, str]] = {
-    "LLM": "xylite.text_engine",
+    "LLM": "xylite.llm",
     "EngineConfig": "xylite.config",
     "SamplingParams": "xylite.runtime.request",
     "ServerConfig": "xylite.config",

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
-from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, XyliteError
+from xylite.errors import ConfigError, Overloaded, RequestError, XyliteError
 from xylite.runtime.engine import Engine, EventQueue, Ticket
 from xylite.runtime.request import (
     FinishReason,
@@ -499,135 +498,3 @@ def _read_json_object(path: str) -> Mapping[str, Any]:
             return msgspec.json.decode(f.read(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as e:
         raise ConfigError(f"{path}: {e}", param="generation_config") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished sequence of `LLM.generate`.
-
-    num_cached  prompt tokens whose KV was reused
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    logprobs: tuple[TextLogprob, ...] | None
-    prompt_token_ids: tuple[int, ...]
-    num_cached: int
-
-
-class LLM:
-    """A model for scripts: blocking calls, many prompts at once.
-
-        llm = LLM("path/to/model")
-        for answer in llm.generate(["1, 2, 3,", "Once upon a time"], SamplingParams(max_tokens=8)):
-            print(answer[0].text)
-
-    model   as EngineConfig.model; further settings of EngineConfig by name
-    """
-
-    def __init__(self, model: str | None = None, **settings: Any):
-        if model is not None:
-            settings["model"] = model
-        self._engine = TextEngine(EngineConfig(**settings))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="xylite-llm", daemon=True
-        )
-        self._thread.start()
-        try:
-            self._run(self._engine.__aenter__())
-        except BaseException:
-            self._stop_loop()
-            raise
-
-    def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def generate(
-        self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-        params: SamplingParams | None = None,
-    ) -> list[list[Completion]]:
-        """The answers to each prompt, params.n of them. Prompts are texts or token ids."""
-        return self._run(self._generate_all(_as_prompts(prompts), params or SamplingParams()))
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        **template_kwargs: Any,
-    ) -> list[Completion]:
-        """The model's next turn in a conversation, params.n times."""
-
-        async def answer() -> list[Completion]:
-            ids = await self._engine.render(messages, template_kwargs=template_kwargs)
-            return await self._complete(ids, params or SamplingParams())
-
-        return self._run(answer())
-
-    async def _generate_all(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams
-    ) -> list[list[Completion]]:
-        limits = self._engine.config
-        room = asyncio.Semaphore(
-            max(1, (limits.max_num_seqs + (limits.max_num_queued_reqs or 0)) // params.n)
-        )
-
-        async def one(prompt: str | Sequence[int]) -> list[Completion]:
-            async with room:
-                return await self._complete(prompt, params)
-
-        return list(await asyncio.gather(*map(one, prompts)))
-
-    async def _complete(
-        self, prompt: str | Sequence[int], params: SamplingParams
-    ) -> list[Completion]:
-        stream = await self._engine.submit(prompt, params)
-        events: list[list[TextEvent]] = [[] for _ in range(params.n)]
-        async for event in stream:
-            if event.error is not None:
-                await stream.aclose()
-                raise event.error
-            events[event.index].append(event)
-        return [_completion(e, stream.prompt_token_ids) for e in events]
-
-    def close(self) -> None:
-        """Free the model. Also done when the `with` block ends."""
-        if not self._loop.is_closed():
-            self._run(self._engine.__aexit__())
-            self._stop_loop()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _as_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]
-    return prompts
-
-
-def _completion(events: Sequence[TextEvent], prompt: tuple[int, ...]) -> Completion:
-    last = events[-1]
-    if last.finish_reason is None:
-        raise EngineError("a sequence ended without saying why")
-    scored = [e.logprobs for e in events if e.logprobs is not None]
-    return Completion(
-        text="".join(e.text for e in events),
-        token_ids=tuple(t for e in events for t in e.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=tuple(x for entries in scored for x in entries) if scored else None,
-        prompt_token_ids=prompt,
-        num_cached=last.num_cached,
-    )

@@ -59,7 +59,6 @@ _INTEGER: dict[str, Callable[..., Any]] = {
     "shrsi": lambda x, y: x >> y,
     "index_cast": int,
     "trunci": int,
-    "extui": int,
     "extsi": lambda x: -int(x) if isinstance(x, bool) else x,
     "fptosi": int,
 }
@@ -122,6 +121,10 @@ def operation(name: str, text: str) -> Callable[..., Any]:
         if op == "cmpi" and predicate.startswith("u"):
             return lambda x, y: bool(f(x & _ALL_ONES, y & _ALL_ONES))
         return lambda x, y: bool(f(x, y))
+    if op in ("index_castui", "extui"):
+        source = re.search(r" : (\w+) to ", text)
+        ones = (1 << _WIDTH.get(source[1], 64)) - 1 if source else _ALL_ONES
+        return lambda x: int(x) & ones
     if op == "select":
         return lambda c, x, y: x if c else y
     if op == "xori":
@@ -130,6 +133,10 @@ def operation(name: str, text: str) -> Callable[..., Any]:
             if kind == "i1"
             else (lambda x, y: _wrapped(x ^ y, kind))
         )
+    if op == "bitcast" and text.endswith(": i32 to f32"):
+        return lambda x: np.array(x, np.int32).view(np.float32)[()]
+    if op == "bitcast" and text.endswith(": f32 to i32"):
+        return lambda x: int(np.array(x, np.float32).view(np.int32))
     if op == "truncf":
         return np.float16 if kind == "f16" else lambda x: x
     if op in _FLOAT:

@@ -5,7 +5,7 @@ In float16 the probabilities are rounded before the second product and so is the
 each, of values up to about 4.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from tests.kernels_triton.cases import Case, Chunk, Shape, make_case, mixes, random_tree
 from xylite.errors import ConfigError
 from xylite.kernels_triton import attention
+from xylite.kernels_triton.attention_tiles import HEAD_SIZES, attention_tiles
 from xylite.ops import DenseKV, TaskLists
 from xylite.runtime import task_table
 from xylite.runtime.step import TaskTable
@@ -101,6 +102,7 @@ def run(
     for x in parts:
         x.fill_(torch.nan)
     parts.acc[-1] = SENTINEL
+    tiles = attention_tiles("interpreter", shape.dim, size=shape.block_size)
     empty_like = torch.empty_like
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))
@@ -117,7 +119,7 @@ def run(
             tree=tree,
             scales=scales,
             parts=parts,
-            tiles=attention.AttentionTiles(classes, shape.block_size, ({},) * len(classes)),
+            tiles=replace(tiles, tile_q=classes, options=({},) * len(classes)),
             vector_cores=2,
         )
     assert bool((parts.acc[-1] == SENTINEL).all()), "wrote beyond its parts"
@@ -143,7 +145,7 @@ def test_mixed_batches_match_float64(mix, group, dtype):
     assert error(out, case) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dim", attention.HEAD_SIZES)
+@pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_every_head_size_serves_a_mixed_batch(dim):
     rng = np.random.default_rng(dim)
     chunks = [Chunk(0, 18), Chunk(40, 1), Chunk(20, 6, random_tree(rng, 5))]
@@ -219,16 +221,9 @@ def test_batch_invariant_cuts_give_the_same_bits_alone_and_in_a_mixed_batch(wind
         table[1, :length] = single.k.shape[0] + np.arange(length)
         q = single.q.copy()
         q[:, -rows:] = alone.q[:, i * rows : (i + 1) * rows]
-        again = dataclasses.replace(
-            single, q=q, k=k, v=v, table=dataclasses.replace(single.table, block_table=table)
-        )
+        again = replace(single, q=q, k=k, v=v, table=replace(single.table, block_table=table))
         b, _ = run(again, torch.float16, classes=(16,), invariant=True, cores=5)
         assert torch.equal(b[:, -rows:], a[:, i * rows : (i + 1) * rows])
-
-
-def test_head_sizes_without_a_kernel_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"head size 72; it has 64, 80, 96, 128, 192, 256"):
-        attention.check_head_size(72)
 
 
 def test_a_tree_too_large_for_its_mask_is_refused_with_both_numbers():

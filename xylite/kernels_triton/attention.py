@@ -1,13 +1,12 @@
 """Meta-Attention as functions of tensors: which tiles serve a model, and the launches."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from xylite.errors import ConfigError
+from xylite.kernels_triton.attention_tiles import AttentionTiles
 from xylite.kernels_triton.meta_attention import (
     merge_parts,
     meta_attention_tasks,
@@ -15,7 +14,6 @@ from xylite.kernels_triton.meta_attention import (
 )
 from xylite.runtime.step import MERGE_FIELDS, TASK_FIELDS
 
-HEAD_SIZES: Final = (64, 80, 96, 128, 192, 256)
 MERGE_ROWS: Final = 16
 MAX_TREE_WIDTH: Final = 1024
 
@@ -61,33 +59,6 @@ def make_parts(rows: int, head_size: int, device: torch.device) -> Parts:
     return Parts(acc, acc.new_empty(rows), acc.new_empty(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTiles:
-    """How one attention kind runs on one chip.
-
-    tile_q   query tiles in packed rows, smallest first: the device's tile classes
-    tile_kv  keys of a tile: the size of a KV block
-    options  launch options, one record per tile class
-    """
-
-    tile_q: tuple[int, ...]
-    tile_kv: int
-    options: tuple[Mapping[str, int], ...]
-
-
-def split_head(head_size: int) -> tuple[int, int]:
-    """The two powers of two that a head's columns are, the second 0 if one is enough."""
-    first = 1 << (head_size.bit_length() - 1)
-    return first, head_size - first
-
-
-def check_head_size(head_size: int) -> None:
-    """ConfigError unless there are kernels for this head size."""
-    if head_size not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        raise ConfigError(f"attention has no kernel for head size {head_size}; it has {sizes}")
-
-
 def _width(tree: Tensor | None) -> int:
     return 0 if tree is None else tree.shape[1]
 
@@ -127,7 +98,6 @@ def meta_attention(
     source       Song et al. 2026, section 5; online softmax, Milakov and Gimelshein 2018
     """
     heads, rows, dim = q.shape
-    check_head_size(dim)
     if kv.k.shape[2] != tiles.tile_kv:
         raise ConfigError(
             f"attention tiles read blocks of {tiles.tile_kv} tokens, block_size is {kv.k.shape[2]}"
@@ -136,7 +106,8 @@ def meta_attention(
     assert (kv.k.dtype == torch.int8) == (scales is not None), kv.k.dtype
     k_scale, v_scale = scales or (kv.k, kv.v)
     out = torch.empty_like(q)
-    first, second = split_head(dim)
+    first, second = tiles.columns
+    assert first + second == dim, (tiles.columns, dim)
     for tile_q, rows_of, core_start in zip(
         tasks.tile_q, tasks.tasks, tasks.core_start, strict=True
     ):

@@ -173,7 +173,8 @@ def _task(
     whole_rows = tl.where(part < 0, num_rows, 0)
     m_o = o_r < whole_rows
     m_part = o_r < num_rows - whole_rows
-    b_factor = 1.0 / b_sum
+    # A part may hold no key that a row sees; its sum is 0 then, and merging gives it no weight.
+    b_factor = 1.0 / tl.maximum(b_sum, 1.0e-30)
     b_o = (b_acc0 * b_factor[:, None]).to(p_o.dtype.element_ty)
     tl.store(p_o + q + o_r[:, None] * D + o_0[None, :], b_o, mask=m_o[:, None])
     o_part = part.to(tl.int64) * D

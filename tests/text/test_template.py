@@ -1,6 +1,7 @@
 """Templates render as in transformers, and their rendering ends."""
 
 import time
+import tracemalloc
 from datetime import datetime
 from typing import Any
 
@@ -269,12 +270,17 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_hostile_template_is_stopped(name: str):
+def test_hostile_template_is_stopped_before_it_takes_time_or_memory(name: str):
+    tracemalloc.start()
     begin = time.thread_time()
-    with pytest.raises(RequestError):
-        template = ChatTemplate(BOMBS[name], {}, time_limit_s=0.2)
-        template.render({"messages": MESSAGES})
-    assert time.thread_time() - begin < 1.5
+    try:
+        with pytest.raises(RequestError):
+            template = ChatTemplate(BOMBS[name], {}, time_limit_s=0.2)
+            template.render({"messages": MESSAGES})
+        assert time.thread_time() - begin < 1.5
+        assert tracemalloc.get_traced_memory()[1] < 400e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class Written(str):
         return joined((other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> str:
+        if wholly_written(self):
+            return written(str.__mul__(self, times))
         return joined([self] * times.__index__())
 
     def __rmul__(self, times: SupportsIndex) -> str:

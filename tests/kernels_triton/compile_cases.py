@@ -204,7 +204,7 @@ def cases(chip: str, *, thorough: bool = True) -> list[Case]:
     makers = {
         **dict.fromkeys(GEMM_OPS, gemm_cases),
         "norm": norm_cases, "act": act_cases, "gather": gather_cases, "rope": rope_cases,
-        "sample": sample_cases, "attention": lambda row: (),
+        "sample": sample_cases,
     }  # fmt: skip
     rows = [row for row in builtin() if row.chip == chip]
     found = {

@@ -46,13 +46,6 @@ def test_when_nothing_fills_the_cores_the_most_tasks_win():
     assert tiles.for_chip("910b-1.2.0").gemm("linear", HALF, 1, 128, 64, 24).sizes["TILE_N"] == 64
 
 
-def test_attention_has_two_tile_classes_of_one_block_on_every_chip():
-    for chip in CHIPS:
-        small, large = tiles.for_chip(chip).attention()
-        assert small.sizes["TILE_Q"] < large.sizes["TILE_Q"]
-        assert small.sizes["TILE_KV"] == large.sizes["TILE_KV"]
-
-
 def test_cases_to_compile_have_the_tiles_of_the_launch():
     for chip in CHIPS:
         row = tiles.for_chip(chip).vector("rope", HALF)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from xylite.kernels_triton import attention, launch, weights
-from xylite.kernels_triton.attention import AttentionTiles, Parts
+from xylite.kernels_triton.attention import Parts
+from xylite.kernels_triton.attention_tiles import AttentionTiles, attention_tiles
 from xylite.kernels_triton.launch import Target
-from xylite.kernels_triton.tiles import TileTable
 
 # Of runtime/task_table.max_part_rows: a task is cut at a quarter of the mean core load, and a cut
 # rounds up, so an iteration has at most this many part rows per core and row of the tile classes.
@@ -31,9 +31,8 @@ class _Iteration:
 class _Attention:
     """`ops.Attention` by Meta-Attention."""
 
-    def __init__(self, target: Target, tiles: AttentionTiles):
+    def __init__(self, target: Target):
         self._target = target
-        self._tiles = tiles
         self._parts: dict[int, Parts] = {}
         self._iteration = _Iteration(None, {}, {})
 
@@ -43,12 +42,20 @@ class _Attention:
         if not tokens:
             return q.new_empty(0, heads * dim)
         group = rows // tokens
+        tiles = attention_tiles(
+            self._target.tiles.chip,
+            dim,
+            window=kind.window,
+            cap=kind.cap,
+            int8=kv.k.dtype == torch.int8,
+            size=kv.k.shape[2],
+        )
         if self._iteration.batch is not batch:
             self._iteration = _Iteration(batch, {}, {})
         shared = self._iteration
         if group not in shared.position:
             shared.position[group] = attention.row_positions(batch.positions, group)
-            shared.tree[group] = self._tree(batch, rows, group)
+            shared.tree[group] = self._tree(batch, rows, group, tiles.tile_kv)
         out = attention.meta_attention(
             q,
             kv,
@@ -60,23 +67,23 @@ class _Attention:
             window=kind.window,
             cap=kind.cap,
             tree=shared.tree[group],
-            parts=self._room(batch.tasks[kind.index], dim, q.device),
-            tiles=self._tiles,
+            parts=self._room(batch.tasks[kind.index], dim, tiles),
+            tiles=tiles,
             vector_cores=self._target.vector_cores,
         )
         return out.view(heads, tokens, group * dim).transpose(0, 1).reshape(tokens, -1)
 
-    def _room(self, tasks: Any, dim: int, device: torch.device) -> Parts:
+    def _room(self, tasks: Any, dim: int, tiles: AttentionTiles) -> Parts:
         """Room for the parts of cut tasks; it grows to what was ever needed."""
         most = sum(t.shape[0] * q for t, q in zip(tasks.tasks, tasks.tile_q, strict=True))
-        if len(tasks.tile_q) == len(self._tiles.tile_q):
+        if len(tasks.tile_q) == len(tiles.tile_q):
             most = min(most, PARTS_PER_CORE * self._target.cores * sum(tasks.tile_q))
         needed = most if tasks.merges.shape[0] else 1
         if dim not in self._parts or self._parts[dim].acc.shape[0] < needed:
-            self._parts[dim] = attention.make_parts(needed, dim, device)
+            self._parts[dim] = attention.make_parts(needed, dim, tasks.merges.device)
         return self._parts[dim]
 
-    def _tree(self, batch: Any, rows: int, group: int) -> Tensor | None:
+    def _tree(self, batch: Any, rows: int, group: int, tile_kv: int) -> Tensor | None:
         """Bias rows of the iteration's draft trees; None if every draft is a chain.
 
         A verify chunk is one known token and its drafts, and a tree of n drafts takes n * n
@@ -85,7 +92,7 @@ class _Attention:
         if not batch.tree_mask.numel():
             return None
         largest = 1 + math.isqrt(batch.tree_mask.numel())
-        width = attention.tree_width(largest, self._tiles.tile_kv)
+        width = attention.tree_width(largest, tile_kv)
         tree = attention.make_tree(rows, width, batch.tree_mask.device)
         attention.tree_bias(
             tree,
@@ -95,22 +102,12 @@ class _Attention:
             num_draft=batch.num_draft,
             bias_start=batch.bias_start,
             group=group,
-            tile_kv=self._tiles.tile_kv,
+            tile_kv=tile_kv,
         )
         return tree
 
 
-def attention_tiles(table: TileTable) -> AttentionTiles:
-    """What the table says about Meta-Attention."""
-    rows = table.attention()
-    return AttentionTiles(
-        tile_q=tuple(row.sizes["TILE_Q"] for row in rows),
-        tile_kv=rows[0].sizes["TILE_KV"],
-        options=tuple(row.options for row in rows),
-    )
-
-
-def functions(target: Target, tiles: AttentionTiles) -> dict[str, Callable[..., Any]]:
+def functions(target: Target) -> dict[str, Callable[..., Any]]:
     """Every function of an Ops table that has a kernel, by field name."""
     return {
         "pack_linear": weights.pack,
@@ -118,7 +115,7 @@ def functions(target: Target, tiles: AttentionTiles) -> dict[str, Callable[..., 
         "linear": partial(launch.linear, target),
         "add_rms_norm": partial(launch.add_rms_norm, target),
         "qk_norm_rope_append": partial(launch.qk_norm_rope_append, target),
-        "attention": _Attention(target, tiles),
+        "attention": _Attention(target),
         "gated_act": partial(launch.gated_act, target),
         "grouped_linear": partial(launch.grouped_linear, target),
         "sample": partial(launch.sample, target),

@@ -7,7 +7,7 @@ memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86, sm_
 
 Chips: "910b-1.0.0", "910b-1.1.0" and "910b-1.2.0" (all Ascend 910B and A3 have the same memories;
 the number is the generation of the compiler, AscendNPU-IR in CANN 8.5, 9.0 and 9.1, which plan
-differently), "sm_80", "sm_90", "interpreter".
+differently), "sm_80", "sm_90", "interpreter". Meta-Attention's tiles are in attention_tiles.py.
 """
 
 import json
@@ -117,15 +117,6 @@ def _ascend(generation: str) -> list[Tiles]:
         *_gemms(chip, "w8a8", both, **mixed),
         *_gemms(chip, "int4", packed, **mixed),
         *_rowwise(chip, vector, {"multibuffer": True}),
-        *_attention(chip, 128, {16: mixed, 32 if first else 128: mixed}),
-    ]
-
-
-def _attention(chip: str, block: int, classes: Mapping[int, Mapping[str, int]]) -> list[Tiles]:
-    """Query tiles with their launch options, smallest first; `block` keys are a KV tile."""
-    return [
-        Tiles("attention", chip, HALF, {"TILE_Q": q, "TILE_KV": block}, options)
-        for q, options in classes.items()
     ]
 
 
@@ -154,7 +145,6 @@ def _cuda(chip: str) -> list[Tiles]:
         *_gemms(chip, "int4", {"epilogue": packed, "gated": packed_two}),
         *_rowwise(chip, vector, {"num_warps": 8}),
         *_rowwise(chip, {"norm": 8192}, {"num_warps": 16}),
-        *_attention(chip, 64, {16: {"num_warps": 4}, 64: {"num_warps": 8}}),
     ]
 
 
@@ -165,9 +155,7 @@ def _interpreter() -> list[Tiles]:
         sizes = {"linear": {0: ["32x64x64"]}, "epilogue": {0: ["32x64x64"]}}
         rows += _gemms(INTERPRETER, dtype, {**sizes, "gated": {0: ["32x64x64"]}})
     vector = {"norm": 8192, "act": 8192, "gather": 8192, "rope": 16384, "sample": 8192}
-    return [
-        *rows, *_rowwise(INTERPRETER, vector, {}), *_attention(INTERPRETER, 16, {16: {}, 32: {}})
-    ]  # fmt: skip
+    return rows + _rowwise(INTERPRETER, vector, {})
 
 
 def builtin() -> tuple[Tiles, ...]:
@@ -205,10 +193,6 @@ class TileTable:
         ]
         limit = min((row.max_rows or 1 << 62 for row in fitting), default=0)
         return [row for row in fitting if (row.max_rows or 1 << 62) == limit]
-
-    def attention(self) -> list[Tiles]:
-        """The rows of Meta-Attention's tile classes, smallest first."""
-        return [row for row in self.rows if row.op == "attention"]
 
     def vector(self, op: str, dtype: str) -> Tiles:
         """The row of a kernel without products."""

@@ -8,8 +8,8 @@ N blocks, P tokens per block, B width of the block table, W tasks, R logit rows.
 `reference.py` composes every function from plain torch and is the meaning of each.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -198,6 +198,8 @@ class Device:
                   attention needs no task table
     memory        () -> (free, total) bytes
     synchronize   waits until everything submitted has run
+    classes_of    (head size, attention kind) -> its tile classes, where they are not the same for
+                  all; ConfigError if there is no kernel. None = tile_classes always
     """
 
     kind: str
@@ -209,6 +211,7 @@ class Device:
     tile_classes: tuple[int, ...]
     memory: Callable[[], tuple[int, int]]
     synchronize: Callable[[], None]
+    classes_of: Callable[[int, AttentionKind], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +231,8 @@ class Ops:
     copy_blocks(kv, src, dst)     -> the same for whole blocks
     zero_blocks(kv, blocks)       -> the cache with these blocks cleared
     all_reduce(x)                 -> sum over ranks
+    packers                       quantised formats that a weight can be packed in, by name; each
+                                  is called as pack_linear is, and `linear` takes its leaf
     """
 
     name: str
@@ -247,6 +252,7 @@ class Ops:
     copy_blocks: Callable[[KVCache, Tensor, Tensor], KVCache]
     zero_blocks: Callable[[KVCache, Tensor], KVCache]
     all_reduce: Callable[[Tensor], Tensor]
+    packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def load(device: str) -> Ops:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from xylite.errors import ConfigError
-from xylite.kernels_triton import tiles
+from xylite.kernels_triton import attention_tiles, tiles
 from xylite.ops import Device, Ops, reference
 
 
@@ -149,7 +149,7 @@ def assemble(
 
     count = launch.counts(device)
     target = launch.Target(cores, vector_cores, tiles.for_chip(chip), count)
-    attention = kernel_table.attention_tiles(target.tiles)
+    size = attention_tiles.block_size(chip)
     return dataclasses.replace(
         reference.TABLE,
         name="npu",
@@ -158,11 +158,16 @@ def assemble(
             torch_device=device,
             arch=arch,
             num_cores=cores,
-            block_size=attention.tile_kv,
-            block_multiple=attention.tile_kv,
-            tile_classes=attention.tile_q,
+            block_size=size or 16,
+            block_multiple=size or 16,
+            tile_classes=attention_tiles.attention_tiles(chip, 128).tile_q,
             memory=memory,
             synchronize=synchronize,
+            classes_of=lambda head_size, kind: (
+                attention_tiles.attention_tiles(
+                    chip, head_size, window=kind.window, cap=kind.cap
+                ).tile_q
+            ),
         ),
-        **kernel_table.functions(target, attention),
+        **kernel_table.functions(target),
     )

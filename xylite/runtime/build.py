@@ -280,9 +280,14 @@ def _task_builder(
 ) -> TaskBuilder:
     """Makes the task tables of a token table: one per kind of attention, for this device."""
     device = table.device
-    classes = device.tile_classes[-1:] if batch_invariant else device.tile_classes
-    if not classes:
+    if not device.tile_classes:
         return lambda tokens: ()
+    classes = [
+        device.classes_of(spec.head_dim, kind) if device.classes_of else device.tile_classes
+        for kind in spec.attention
+    ]
+    if batch_invariant:
+        classes = [c[-1:] for c in classes]
 
     def tasks(tokens: TokenTable) -> tuple[TaskTable, ...]:
         return tuple(
@@ -291,12 +296,12 @@ def _task_builder(
                 num_kv_heads=spec.num_kv_heads,
                 group=spec.group,
                 window=kind.window,
-                tile_classes=classes,
+                tile_classes=tile_classes,
                 kv_tile=block_size,
                 num_cores=device.num_cores,
                 batch_invariant=batch_invariant,
             )
-            for kind in spec.attention
+            for kind, tile_classes in zip(spec.attention, classes, strict=True)
         )
 
     return tasks

@@ -12,6 +12,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -164,7 +165,12 @@ def serve(words: Sequence[str]) -> int:
         log.warning("%s", warning)
     # For this process only: as a library, xylite leaves its host's interpreter as it is.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return _run(_serve(engine_config, server_config))
+    code = _run(_serve(engine_config, server_config))
+    if any(t.name.startswith("xylite-device") for t in threading.enumerate()):
+        # The device hangs, and the interpreter would wait for its thread for ever.
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:

@@ -392,6 +392,10 @@ class TextEngine:
             raw_control_tokens=raw_control_tokens,
         )
 
+    def require_room(self, n: int) -> None:
+        """Overloaded (503) unless n more sequences would be taken now: ask before costly work."""
+        self._running().require_room(n)
+
     async def submit(
         self,
         prompt: str | Sequence[int],
@@ -406,6 +410,7 @@ class TextEngine:
         engine = self._running()
         check_stops(params.stop)
         check_params(params, self.limits)
+        engine.require_room(params.n)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
         self._num_requests += 1

@@ -71,20 +71,20 @@ async def test_chunks_of_any_size_beside_a_decode_say_the_same(smollm2_dir):
 
 
 async def test_preempted_requests_say_what_they_say_alone(smollm2_dir):
-    prompts = [f"{i}. " + LONG[: 40 * 20] for i in range(6)]
+    prompts = [f"{i}. " + LONG[: 45 * 8] for i in range(6)]
     bodies = [
         {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": i, "presence_penalty": 0.5}
         for i in range(6)
     ]
     async with served(smollm2_dir) as client:
         alone = [
-            await client.text(p, 60, ignore_eos=True, **b)
+            await client.text(p, 150, ignore_eos=True, **b)
             for p, b in zip(prompts, bodies, strict=True)
         ]
     async with served(smollm2_dir, kv_cache_memory_bytes=None, num_blocks=16) as client:
         crowd = await asyncio.gather(
             *(
-                client.text(p, 60, ignore_eos=True, **b)
+                client.text(p, 150, ignore_eos=True, **b)
                 for p, b in zip(prompts, bodies, strict=True)
             )
         )

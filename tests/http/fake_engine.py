@@ -224,6 +224,9 @@ class FakeEngine:
         options.pop("add_special_tokens")
         return [ord(c) for c in plain(render_chat(TEMPLATE, messages, **options))]
 
+    def require_room(self, n: int) -> None:
+        """There is always room until `submit` refuses."""
+
     async def submit(
         self,
         prompt: str | Sequence[int],

@@ -10,7 +10,7 @@ from xylite.text_engine import TextEngine, TextStream
 
 
 @pytest.mark.parametrize(
-    "method", ["encode", "decode", "token_text", "submit", "drain", "snapshot"]
+    "method", ["encode", "decode", "token_text", "require_room", "submit", "drain", "snapshot"]
 )
 def test_methods_have_the_real_signature(method: str) -> None:
     fake, real = (inspect.signature(getattr(e, method)) for e in (FakeEngine, TextEngine))

@@ -48,6 +48,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     options = check_streaming(asked)
     async with limits.preparing():
         params = await _params(service, asked)
+        service.engine.require_room(params.n)
         prompt = Prompt(
             await render(service, asked, tools=chat_tools(asked), special=asked.add_special_tokens),
             "messages",

@@ -49,6 +49,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     async with limits.preparing():
         params = await _params(service, asked)
         check_num_sequences(len(prompts), params.n)
+        service.engine.require_room(len(prompts) * params.n)
         prompts = [await truncated(service, asked, prompt) for prompt in prompts]
         streams = await submit(
             service,

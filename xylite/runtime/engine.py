@@ -194,20 +194,25 @@ class Engine:
 
     # Requests
 
-    def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Queue a request; Overloaded if the queue is full or the engine takes no more."""
+    def require_room(self, n: int) -> None:
+        """Overloaded or EngineError unless a request of n sequences would be taken now."""
         if self.state == "draining":
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
         if self.state != "ready":
             raise EngineError("the engine has stopped", code="engine_dead")
-        assert request.id not in self._tickets, f"request id {request.id} is in use"
-        now = self._clock()
         try:
-            sequences = self.scheduler.add(request, now)
+            self.scheduler.require_room(n)
         except Overloaded as e:
             self.tallies.rejections["max_num_queued_reqs"] += 1
             e.retry_after_s = self._drain_estimate_s()
             raise
+
+    def submit(self, request: Request, sink: Sink) -> Ticket:
+        """Queue a request; Overloaded if the queue is full or the engine takes no more."""
+        self.require_room(request.params.n)
+        assert request.id not in self._tickets, f"request id {request.id} is in use"
+        now = self._clock()
+        sequences = self.scheduler.add(request, now)
         ticket = Ticket(self, request, sequences, sink)
         self._tickets[request.id] = ticket
         self._records[request.id] = RequestRecord(

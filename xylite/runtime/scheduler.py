@@ -126,15 +126,19 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def require_room(self, n: int) -> None:
+        """Overloaded unless n more sequences may run or wait."""
+        limit = self.max_num_seqs + self.max_queued
+        if n > limit - self.num_unfinished:
+            raise Overloaded(
+                f"the server is full: {self.num_unfinished} sequences are running or waiting, the "
+                f"limit is {limit}, and this request needs {n}"
+            )
+
     def add(self, request: Request, now: float) -> list[Sequence]:
         """Queue a request's sequences; Overloaded if they do not fit into the queue."""
         n = request.params.n
-        room = self.max_num_seqs + self.max_queued - self.num_unfinished
-        if n > room:
-            raise Overloaded(
-                f"the server is full: {self.num_unfinished} sequences are running or waiting, the "
-                f"limit is {self.max_num_seqs + self.max_queued}, and this request needs {n}"
-            )
+        self.require_room(n)
         new = [Sequence(request, i, now, self._serial + i) for i in range(n)]
         self._serial += n
         self.waiting += new

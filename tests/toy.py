@@ -60,7 +60,9 @@ class ToyExecutor:
         self.last_ids = ids
         for i in np.flatnonzero(finite).tolist():
             used = t.block_table[i, : -(-int(t.kv_len[i]) // self.block_size)]
-            assert (self.pool[used] < GARBAGE).all(), "a used block holds values of a failed request"
+            assert (self.pool[used] < GARBAGE).all(), (
+                "a used block holds values of a failed request"
+            )
         accepted = self._verify(step, ids)
         if step.compact:
             self._compact(step, accepted)

@@ -35,12 +35,20 @@ def step(driver, *, ahead=False):
 
 
 def test_long_prompt_is_cut_into_chunks_of_whole_blocks():
-    driver = Driver(budget=10, block_size=4)
+    driver = Driver(budget=9, block_size=4)
     ask(driver, "a", [1] * 21)
     assert chunks(step(driver)) == [("a", 0, 8)]
     assert chunks(step(driver)) == [("a", 8, 8)]
     assert chunks(step(driver)) == [("a", 16, 5)]
     assert chunks(step(driver)) == [("a", 21, 1)]
+
+
+def test_prompts_that_wait_together_end_their_chunks_with_blocks_even_if_that_costs_more():
+    driver = Driver(budget=7, block_size=4)
+    ask(driver, "a", [1] * 21)
+    assert chunks(step(driver)) == [("a", 0, 7)]
+    ask(driver, "b", [2] * 21)
+    assert chunks(step(driver)) == [("a", 7, 5), ("b", 0, 2)]
 
 
 def test_budget_smaller_than_a_block_is_used_in_full():
@@ -54,7 +62,7 @@ def test_decode_runs_beside_prefill_in_its_reserve_and_prefill_takes_the_rest():
     ask(driver, "talks", [1] * 4, 9)
     step(driver)
     ask(driver, "long", [2] * 40)
-    assert chunks(step(driver)) == [("talks", 4, 1), ("long", 0, 8)]
+    assert chunks(step(driver)) == [("talks", 4, 1), ("long", 0, 11)]
 
 
 def test_decodes_beyond_the_reserve_take_turns():

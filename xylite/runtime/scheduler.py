@@ -336,7 +336,7 @@ class Scheduler:
                 want = max(budget - full // LONG_SHARE, 1)
             if budget < full and self._leaves_to_others(seq, want):
                 continue
-            want = self._whole_blocks(seq, want)
+            want = self._whole_blocks(seq, want, alone=len(prefills) == 1)
             num = self._fit(seq, want)
             while num == 0 and not plan.chunks and not ahead and self._make_room(seq, plan, now):
                 num = self._fit(seq, want)
@@ -349,13 +349,14 @@ class Scheduler:
             self.blocks.publish(seq, plan.number)
             budget -= num
 
-    def _whole_blocks(self, seq: Sequence, num: int) -> int:
+    def _whole_blocks(self, seq: Sequence, num: int, *, alone: bool) -> int:
         """`num` cut to a block's end where that costs little: others can use whole blocks only."""
         if num >= seq.remaining:
             return num
         size = self.blocks.block_size
         whole = (seq.num_planned + num) // size * size - seq.num_planned
-        return whole if 2 * whole >= num else num
+        worth = whole > 0 and (num - whole) * (8 if alone else 2) <= num
+        return whole if worth else num
 
     def _leaves_to_others(self, seq: Sequence, num: int) -> bool:
         """`num` tokens do not fill the sequence's next block, and others on its path, one of whom

@@ -1,6 +1,7 @@
 """Ascend 910B and A3 NPUs: the Triton kernels. The only module that imports torch_npu."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Final, NamedTuple
@@ -10,6 +11,8 @@ import torch
 from xylite.errors import ConfigError
 from xylite.kernels_triton import attention_tiles, tiles
 from xylite.ops import Device, Ops, reference
+
+log = logging.getLogger(__name__)
 
 
 class Fitting(NamedTuple):
@@ -122,6 +125,10 @@ def table(index: int) -> Ops:
     torch_npu.npu.set_device(index)
     properties = torch_npu.npu.get_device_properties(index)
     row = fitting(torch_npu.npu.utils.get_cann_version("CANN"))
+    for name, wanted in (("torch-npu", row.torch_npu), ("triton-ascend", row.triton_ascend)):
+        found = _version(name)
+        if found is None or _base(found) != wanted:
+            log.warning("%s is %s, CANN %s goes with %s", name, found, row.cann, wanted)
     return assemble(
         torch.device("npu", index),
         f"910b-{row.generation}",

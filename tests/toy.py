@@ -61,7 +61,7 @@ class ToyExecutor:
         for i in np.flatnonzero(finite).tolist():
             used = t.block_table[i, : -(-int(t.kv_len[i]) // self.block_size)]
             assert (self.pool[used] < GARBAGE).all(), (
-                "a used block holds values of a failed request"
+                "garbage in a used block"
             )
         accepted = self._verify(step, ids)
         if step.compact:

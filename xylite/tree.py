@@ -38,7 +38,7 @@ def _children(x: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def map(f: Callable[..., Any], tree: T, *others: Any) -> T:  # noqa: A001
+def map(f: Callable[..., Any], tree: T, *others: Any) -> T:
     """The tree with `f` applied to each leaf (and to the leaves of `others` beside it)."""
     if tree is None:
         return tree

@@ -28,8 +28,12 @@ ACT: Final = {None: 0, "silu": 1, "gelu_tanh": 2}
 _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
     "xl_pack": (I32, P, I64, I64, I32, P),
     "xl_gather": (I32, P, I64, I64, P, I64, P),
-    "xl_linear": (
-        I32, P, I64, I64, P, I32, I64, P, I32, P, P, I32, F32, I32, I32, I32,
+    "xl_linear": (I32, P, I64, I64, P, I32, I64, P, I32, P, P, I32, F32, I32, I32),
+    "xl_quant_pack": (I32, I64, I32, P, P, P, I64, I64, I32, P),
+    "xl_quant_from": (I32, P, I64, I64, I64, I32, P),
+    "xl_quant_gather": (I32, I64, I32, I32, P, I64, I64, P, I64, P),
+    "xl_quant_linear": (
+        I32, I64, I32, I32, P, I64, I64, P, I32, I64, P, I32, P, P, I32, F32, I32, I32,
     ),
     "xl_add_rms_norm": (P, I32, P, P, F32, P, P, I32, I64, I64),
     "xl_rope_append": (
@@ -79,6 +83,10 @@ class Kernels:
         self.pack = self._entry("xl_pack", pool)
         self.gather = self._entry("xl_gather", pool)
         self.linear = self._entry("xl_linear", pool)
+        self.quant_pack = self._entry("xl_quant_pack", pool)
+        self.quant_from = self._entry("xl_quant_from", pool)
+        self.quant_gather = self._entry("xl_quant_gather", pool)
+        self.quant_linear = self._entry("xl_quant_linear", pool)
         self.add_rms_norm = self._entry("xl_add_rms_norm", pool)
         self.rope_append = self._entry("xl_rope_append", pool)
         self.move_slots = self._entry("xl_move_slots", pool)
@@ -90,6 +98,9 @@ class Kernels:
         self.packed_bytes = self._library.xl_packed_bytes
         self.packed_bytes.argtypes = (I32, I64, I64, I32)
         self.packed_bytes.restype = I64
+        self.quant_bytes = self._library.xl_quant_bytes
+        self.quant_bytes.argtypes = (I32, I64, I32, I64, I64, I32)
+        self.quant_bytes.restype = I64
         self.huge_pages = self._library.xl_huge_pages
         self.huge_pages.argtypes, self.huge_pages.restype = (P, I64), None
 

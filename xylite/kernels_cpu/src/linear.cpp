@@ -4,30 +4,15 @@
 // that a panel is read as one stream and serves every M. The columns past N and k past K are 0.
 #include "api.h"
 #include "mm.h"
+#include "panels.h"
 #include "rows.h"
 
 namespace xl {
-
-constexpr ptrdiff_t STREAM_AHEAD = 8192;  // bytes; hides the start of each page
 
 struct Weights {
   const void* data;
   int64_t n, k;
 };
-
-static int64_t panels_of(int64_t n, bool gated) {
-  return gated ? (n / 2 + PANEL / 2 - 1) / (PANEL / 2) : (n + PANEL - 1) / PANEL;
-}
-
-// row of w [N, K] that is column `col` of panel `panel`, or -1: gate and up rows share a panel
-static int64_t row_of(int64_t panel, int col, int64_t n, bool gated) {
-  if (!gated) {
-    const int64_t r = panel * PANEL + col;
-    return r < n ? r : -1;
-  }
-  const int64_t r = panel * (PANEL / 2) + col % (PANEL / 2);
-  return r < n / 2 ? r + (col < PANEL / 2 ? 0 : n / 2) : -1;
-}
 
 template <class T>
 static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, int64_t m,
@@ -160,13 +145,12 @@ XL_API int xl_gather(Pool* pool, int type, const void* w, int64_t n, int64_t k,
 
 XL_API int xl_linear(Pool* pool, int kind, const void* w, int64_t n, int64_t k, const void* x,
                          int x_type, int64_t m, void* out, int out_type, const float* bias,
-                         const float* residual, int act, float cap, int rows, int block_kib,
-                         int panel_kib) {
+                         const float* residual, int act, float cap, int block_kib, int panel_kib) {
   return guarded(pool, [&] {
     if (m == 0 || n == 0) return;
     const Epilogue e{out, out_type, act ? n / 2 : n, bias, residual, act, cap};
     const Weights weights{w, n, k};
-    const Tuning tune{rows, block_kib * 1024LL, panel_kib * 1024LL};
+    const Tuning tune{MAX_ROWS, block_kib * 1024LL, panel_kib * 1024LL};
     const int64_t panels = panels_of(n, act != ACT_NONE);
     switch (kind) {
       case K_F32:

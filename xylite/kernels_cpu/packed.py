@@ -1,0 +1,235 @@
+"""Weights as the kernels read them: packed once at load, in memory with huge pages."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from xylite import tree
+from xylite.kernels_cpu.library import (
+    ACT,
+    K_BF16_DOT,
+    T_BF16,
+    T_F16,
+    T_F32,
+    Kernels,
+)
+
+TYPES: Final[Mapping[torch.dtype, int]] = {
+    torch.float32: T_F32,
+    torch.bfloat16: T_BF16,
+    torch.float16: T_F16,
+}
+ARENA_BYTES: Final = 32 << 20
+HUGE_PAGE: Final = 2 << 20
+GROUP: Final = 64  # weights that share a scale where the choice is ours
+
+
+@tree.node
+class PackedLinear:
+    """A weight [N, K] in panels (src/linear.cpp), or E of them one after the other.
+
+    data     1-D, of the weight's dtype
+    gated    gate and up rows share a panel, for a linear with an activation
+    experts  E; 0 = one weight
+    """
+
+    data: Tensor
+    n: int = tree.static()
+    k: int = tree.static()
+    gated: bool = tree.static()
+    experts: int = tree.static(default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """How groups of a weight are stored: value = scale * (q - zero) + min, see src/quant.cpp."""
+
+    bits: int
+    group: int
+    zero: int
+    has_min: bool = False
+
+
+@tree.node
+class PackedQuant:
+    """A weight [N, K] in 8 or 4 bits, or E of them; data is 1-D uint8."""
+
+    data: Tensor
+    n: int = tree.static()
+    k: int = tree.static()
+    gated: bool = tree.static()
+    format: QuantFormat = tree.static()
+    experts: int = tree.static(default=0)
+
+
+INT8: Final = QuantFormat(bits=8, group=GROUP, zero=128)
+
+
+class _Arena:
+    """Memory for weights in huge pages: a piece is a view of a larger tensor, which it keeps."""
+
+    def __init__(self, kernels: Kernels):
+        self._kernels = kernels
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, aligned to 64."""
+        need = -(-num_bytes // 64) * 64
+        if need > self._free.numel():
+            size = -(-max(need, ARENA_BYTES) // HUGE_PAGE) * HUGE_PAGE
+            whole = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
+            start = -whole.data_ptr() % HUGE_PAGE
+            self._free = whole[start : start + size]
+            self._kernels.huge_pages(self._free.data_ptr(), size)
+        piece, self._free = self._free[:num_bytes], self._free[need:]
+        return piece
+
+
+class Packer:
+    """Packs weights and multiplies with them.
+
+    kinds  how a weight of a dtype is multiplied
+    """
+
+    def __init__(self, kernels: Kernels, kinds: Mapping[torch.dtype, int]):
+        self.kernels = kernels
+        self.kinds = kinds
+        self._arena = _Arena(kernels)
+        # Type of rows that a linear layer reads next. Where every weight of the model rounds its
+        # activations to bf16, they are handed over as such: the same numbers, half the traffic.
+        self.rows = torch.float32
+        self._seen: set[int | None] = set()
+        first, second = _cache_sizes()
+        self._block_kib, self._panel_kib = second * 3 // 8 // 1024, first * 3 // 4 // 1024
+
+    def _packs(self, kind: int | None) -> None:
+        self._seen.add(kind)
+        self.rows = torch.bfloat16 if self._seen == {K_BF16_DOT} else torch.float32
+
+    def pack(self, w: Tensor, gated: bool = False) -> PackedLinear | Tensor:
+        """A weight [N, K] or [E, N, K] in its own dtype; itself if no kernel has that dtype."""
+        self._packs(self.kinds.get(w.dtype))
+        if w.dtype not in TYPES:
+            return w
+        n, k = w.shape[-2:]
+        each = self.kernels.packed_bytes(TYPES[w.dtype], n, k, gated)
+        parts = w.reshape(-1, n, k)
+        data = self._arena.take(each * parts.shape[0])
+        for i, part in enumerate(parts):
+            part = part.contiguous()
+            to = data.data_ptr() + i * each
+            self.kernels.pack(TYPES[w.dtype], part.data_ptr(), n, k, gated, to)
+        return PackedLinear(data.view(w.dtype), n, k, gated, w.shape[0] if w.ndim == 3 else 0)
+
+    def quantize(self, w: Tensor, gated: bool = False, form: QuantFormat = INT8) -> PackedQuant:
+        """A weight [N, K] or [E, N, K] in 8 bits, each group's largest magnitude at 127."""
+        self._packs(None)
+        w = w if w.dtype in TYPES else w.float()
+        n, k = w.shape[-2:]
+        each = self.kernels.quant_bytes(8, form.group, False, n, k, gated)
+        parts = w.reshape(-1, n, k)
+        data = self._arena.take(each * parts.shape[0])
+        for i, part in enumerate(parts):
+            part = part.contiguous()
+            to = data.data_ptr() + i * each
+            self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), form.group, n, k, gated, to)
+        return PackedQuant(data, n, k, gated, form, w.shape[0] if w.ndim == 3 else 0)
+
+    def pack_quantized(
+        self,
+        q: Tensor,
+        scales: Tensor,
+        mins: Tensor | None = None,
+        *,
+        form: QuantFormat,
+        gated: bool = False,
+    ) -> PackedQuant:
+        """A weight that is quantised already, bit for bit.
+
+        q       [N, K] uint8, below 2^bits
+        scales  [N, ceil(K / group)]; stored as float16
+        mins    the same, where the format has them
+        """
+        assert (mins is not None) == form.has_min, form
+        self._packs(None)
+        n, k = q.shape
+        scales = scales.to(torch.float16).contiguous()
+        mins = None if mins is None else mins.to(torch.float16).contiguous()
+        q = q.contiguous()
+        data = self._arena.take(
+            self.kernels.quant_bytes(form.bits, form.group, form.has_min, n, k, gated)
+        )
+        self.kernels.quant_pack(
+            form.bits, form.group, form.zero, q.data_ptr(), scales.data_ptr(),
+            None if mins is None else mins.data_ptr(), n, k, gated, data.data_ptr(),
+        )  # fmt: skip
+        return PackedQuant(data, n, k, gated, form)
+
+    def gather(self, w: PackedLinear | PackedQuant, ids: Tensor) -> Tensor:
+        """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
+        out = torch.empty(ids.shape[0], w.k)
+        ids = ids.to(torch.int32).contiguous()
+        where = w.n, w.k, ids.data_ptr(), ids.shape[0], out.data_ptr()
+        if isinstance(w, PackedQuant):
+            f = w.format
+            self.kernels.quant_gather(f.bits, f.group, f.has_min, f.zero, w.data.data_ptr(), *where)
+        else:
+            self.kernels.gather(TYPES[w.data.dtype], w.data.data_ptr(), *where)
+        return out
+
+    def multiply(
+        self,
+        x: Tensor,
+        w: PackedLinear | PackedQuant,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        act: str | None,
+        cap: float,
+        expert: int = 0,
+    ) -> Tensor:
+        """`ops.Linear` with weight number `expert`."""
+        assert w.gated == (act is not None), "a gated weight goes with an activation"
+        assert x.shape[-1] == w.k, (x.shape, w.k)
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            x = x.float()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        bias, residual = plain(bias), plain(residual)
+        data = w.data.data_ptr()
+        if expert:
+            data += expert * (w.data.nbytes // w.experts)
+        dtype = self.rows if w.gated else torch.float32
+        out = torch.empty(x.shape[0], w.n // 2 if w.gated else w.n, dtype=dtype)
+        rest = (
+            data, w.n, w.k, x.data_ptr(), TYPES[x.dtype], x.shape[0], out.data_ptr(), TYPES[dtype],
+            address(bias), address(residual), ACT[act], cap, self._block_kib, self._panel_kib,
+        )  # fmt: skip
+        if isinstance(w, PackedQuant):
+            f = w.format
+            self.kernels.quant_linear(f.bits, f.group, f.has_min, f.zero, *rest)
+        else:
+            self.kernels.linear(self.kinds[w.data.dtype], *rest)
+        return out
+
+
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def plain(x: Tensor | None) -> Tensor | None:
+    """As the kernels read it: float32, contiguous."""
+    return None if x is None else x.to(torch.float32).contiguous()
+
+
+def _cache_sizes() -> tuple[int, int]:
+    """Bytes of the first and second level data cache of one core; usual sizes if not known."""
+    names = ("SC_LEVEL1_DCACHE_SIZE", 32 << 10), ("SC_LEVEL2_CACHE_SIZE", 512 << 10)
+    sizes = []
+    for name, usual in names:
+        known = os.sysconf(name) if name in os.sysconf_names else 0
+        sizes.append(known if known > 0 else usual)
+    return sizes[0], sizes[1]

@@ -24,11 +24,14 @@ FRESH_STEPS = 512  # a measurement older than this is made again
 MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up on first use
 MIN_GAIN = 1.02  # expected speed-up below which drafting is left alone
 
-CHANCE_MEMORY = 0.9  # weight of what was known when a draft was verified
+CHANCE_MEMORY = 0.95  # weight of what was known when a draft was verified
 CHANCE_FADING = 0.98  # the same for a token without a draft: after a while it is tried again
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 4.0
 PRIOR_MEMORY = 0.98
 PRIOR_RANGE = (0.3, 0.9)
+YIELD_MEMORY = 0.995
+YIELD_PRIOR = 20.0
+YIELD_RANGE = (0.5, 1.2)  # trees have fewer levels than tokens, so less is accepted than of chains
 
 OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -152,7 +155,7 @@ class Speculation:
         self._costs = StepCosts()
         self._forget_draft_costs()
         self._population = [3.0, 5.0]  # draft tokens accepted and tried, of all sequences
-        self._yield = 1.0  # accepted tokens per accepted token expected
+        self._outcome = [YIELD_PRIOR, YIELD_PRIOR]  # draft tokens accepted, and expected to be
         self._expected: dict[Sequence, float] = {}
         self._propose_seconds = 0.0
 
@@ -223,7 +226,10 @@ class Speculation:
         """How many of the offered tokens, best first, give the most tokens per second."""
         if not offers:
             return 0
-        gain = self._yield * np.cumsum([o[0] for o in offers])
+        accepted, expected = self._outcome
+        gain = min(max(accepted / expected, YIELD_RANGE[0]), YIELD_RANGE[1]) * np.cumsum(
+            [o[0] for o in offers]
+        )
         depth = np.maximum.accumulate([o[2] for o in offers])
         seconds = self._costs.seconds(batch + np.arange(len(offers) + 1))
         drafting = self._gap.value + self._draft_cost.value * depth
@@ -244,6 +250,7 @@ class Speculation:
             self._steps_without = 0
         else:
             self._steps_without += 1
+            self._outcome = [x + 0.02 * (YIELD_PRIOR - x) for x in self._outcome]
             if self._steps_without >= FRESH_STEPS:
                 self._forget_draft_costs()
         for chunk in plan.chunks:
@@ -265,10 +272,11 @@ class Speculation:
             PRIOR_MEMORY * accepted + num_accepted,
             PRIOR_MEMORY * tried + num_accepted + (num_accepted < depth),
         ]
-        expected = self._expected.pop(seq, 0.0)
-        if expected:
-            ratio = min(num_accepted / expected, 3.0)
-            self._yield = min(max(self._yield + 0.02 * (ratio - self._yield), 0.3), 1.5)
+        accepted, expected = self._outcome
+        self._outcome = [
+            YIELD_MEMORY * accepted + num_accepted,
+            YIELD_MEMORY * expected + self._expected.pop(seq, 0.0),
+        ]
 
 
 def _depth(draft: Draft) -> int:

@@ -1,0 +1,309 @@
+"""How much is drafted: against simulated devices and texts of known predictability."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from tests.toy import toy_request
+from xylite import plugins
+from xylite.config import DRAFT_TOKENS, SpeculativeConfig, speculative
+from xylite.errors import ConfigError
+from xylite.runtime import speculation
+from xylite.runtime.drafters import DraftOptions
+from xylite.runtime.request import Draft, SamplingParams
+from xylite.runtime.scheduler import Chunk, Plan
+from xylite.runtime.sequence import Sequence
+from xylite.runtime.speculation import FRESH_STEPS, MIN_SAMPLES, Speculation, StepCosts
+
+GAP = 0.02  # of a step of one token: what a step costs more that is not planned ahead
+
+
+class Always:
+    """Proposes as many tokens as it is asked for."""
+
+    def __init__(self, most=8, on_device=False):
+        self.most = most
+        self.on_device = on_device
+        self.num_calls = 0
+
+    def expects(self, seq):
+        return self.most
+
+    def propose(self, wanted):
+        self.num_calls += 1
+        return [Draft((1,) * n) for _, n in wanted]
+
+    def forget(self, seq):
+        pass
+
+
+class World:
+    """A device whose steps take `cost(tokens)` seconds, and texts whose next token a drafter knows
+    with probability `chance`."""
+
+    def __init__(self, batch, cost, chance, proposer=None, draft_seconds=0.0, seed=1):
+        self.cost = cost
+        self.chance = chance
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.draft_seconds = draft_seconds
+        self.drafter = Speculation(proposer or Always(), 8, lambda: self.now)
+        self.sequences = []
+        for i in range(batch):
+            request = toy_request(f"r{i}", [1], SamplingParams(max_tokens=10**5))
+            seq = Sequence(request, 0, 0.0)
+            seq.row = i
+            self.sequences.append(seq)
+        self.drafted = 0  # draft tokens of the last step
+        self.num_ahead = 0
+
+    async def on_device(self, work):
+        drafts = work()
+        self.now += self.draft_seconds * max(len(d) for d in drafts)
+        return drafts
+
+    async def step(self):
+        ahead = self.drafted == 0 and not self.drafter.is_active
+        before = self.now
+        if ahead:
+            self.num_ahead += 1
+        else:
+            await self.drafter.propose(self.sequences, self.on_device)
+            self.now += GAP
+        plan = Plan(0, [], [], [], [])
+        for seq in self.sequences:
+            draft, seq.draft = seq.draft, None
+            n = 0 if draft is None else len(draft)
+            plan.chunks.append(Chunk(seq, len(seq.tokens) - 1, 1 + n, draft, True, seq.epoch))
+        gap = self.now - before
+        seconds = self.cost(plan.num_tokens)
+        self.now += seconds
+        self.drafted = plan.num_tokens - len(self.sequences)
+        for chunk in plan.chunks:
+            chunk.seq.tokens.append(1)
+            for _ in range(chunk.num_draft):
+                if self.rng.random() >= self.chance:
+                    break
+                chunk.seq.tokens.append(1)
+        self.drafter.observe(plan, seconds, gap)
+
+    async def run(self, steps):
+        """Tokens per second over some steps."""
+        start, tokens = self.now, sum(len(s.tokens) for s in self.sequences)
+        for _ in range(steps):
+            await self.step()
+        return (sum(len(s.tokens) for s in self.sequences) - tokens) / (self.now - start)
+
+
+def memory_bound(tokens):
+    return 1.0 + 0.02 * tokens
+
+
+def compute_bound(tokens):
+    return 0.1 + 0.9 * tokens
+
+
+async def test_predictable_text_gets_long_drafts():
+    world = World(1, memory_bound, 0.95)
+    await world.run(100)
+    assert world.drafted >= 6
+    assert await world.run(200) > 4 / memory_bound(1)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+async def test_unpredictable_text_costs_at_most_a_twentieth(batch, cost):
+    world = World(batch, cost, 0.0)
+    assert await world.run(1000) > 0.95 * batch / cost(batch)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+async def test_the_chosen_lengths_are_near_the_best_fixed_one(batch, cost, chance):
+    world = World(batch, cost, chance)
+    await world.run(300)
+    got = await world.run(700)
+
+    def rate(n):
+        tokens = batch * sum(chance**i for i in range(n + 1))
+        return tokens / (cost(batch * (1 + n)) + (GAP if n else 0))
+
+    assert got > 0.92 * max(map(rate, range(9)))
+
+
+async def test_a_compute_bound_batch_drafts_nothing_and_is_planned_ahead():
+    world = World(32, compute_bound, 0.5)
+    await world.run(300)
+    before = world.num_ahead
+    await world.run(200)
+    assert world.num_ahead - before > 180
+
+
+async def test_a_text_that_becomes_predictable_is_drafted_again():
+    world = World(1, lambda n: 1 + 0.15 * n, 0.0)
+    await world.run(300)
+    assert (await world.run(100)) < 1.0
+    world.chance = 0.95
+    await world.run(200)
+    assert await world.run(100) > 2 / 1.15
+
+
+async def test_a_slow_draft_model_is_left_alone_and_a_fast_one_used():
+    for seconds, used in ((0.9, False), (0.05, True)):
+        world = World(1, memory_bound, 0.6, Always(on_device=True), seconds)
+        await world.run(100)
+        rate = await world.run(300)
+        assert (rate > 1.3 / memory_bound(1)) == used
+        assert rate > 0.95 / memory_bound(1)
+
+
+async def test_nothing_is_drafted_before_the_plain_step_was_measured():
+    world = World(1, memory_bound, 0.9)
+    for _ in range(MIN_SAMPLES):
+        await world.step()
+        assert world.drafted == 0
+    for _ in range(3):
+        await world.step()
+    assert world.drafted > 0
+
+
+async def test_no_draft_reaches_beyond_the_last_token():
+    world = World(1, memory_bound, 0.9)
+    await world.run(20)
+    (seq,) = world.sequences
+    seq.request = dataclasses.replace(seq.request, max_tokens=seq.num_output + 3)
+    await world.drafter.propose([seq], world.on_device)
+    assert seq.draft is not None and len(seq.draft) <= 2
+    seq.draft = None
+    seq.request = dataclasses.replace(seq.request, max_tokens=seq.num_output + 1)
+    await world.drafter.propose([seq], world.on_device)
+    assert seq.draft is None and not world.drafter.is_active
+
+
+async def test_a_sequence_that_ends_while_it_is_drafted_for_gets_no_draft():
+    world = World(1, memory_bound, 0.9, Always(on_device=True))
+    await world.run(20)
+    (seq,) = world.sequences
+
+    async def on_device(work):
+        seq.finish = "abort"
+        return work()
+
+    await world.drafter.propose([seq], on_device)
+    assert seq.draft is None
+
+
+async def test_ended_sequences_are_forgotten():
+    world = World(4, memory_bound, 0.9)
+    await world.run(20)
+    for seq in world.sequences:
+        world.drafter.forget(seq)
+        world.drafter.forget(seq)
+    assert not world.drafter._chances and not world.drafter._expected
+    assert not world.drafter.is_active
+
+
+def test_costs_between_measured_sizes_are_interpolated_and_beyond_them_flat():
+    costs = StepCosts()
+    for _ in range(MIN_SAMPLES):
+        costs.add(1, 1.0)
+        costs.add(9, 3.0)
+    assert costs.seconds(np.array([1, 5, 9, 100])).tolist() == [1.0, 2.0, 3.0, 3.0]
+    assert costs.largest_trial == 18
+
+
+def test_costs_never_fall_with_size():
+    costs = StepCosts()
+    for _ in range(MIN_SAMPLES):
+        costs.add(1, 2.0)
+        costs.add(4, 1.0)
+    assert costs.seconds(np.array([1, 4])).tolist() == [2.0, 2.0]
+
+
+def test_single_outliers_pass_by_and_changes_are_followed():
+    costs = StepCosts()
+    costs.add(1, 50.0)  # the first step pays for what is set up
+    for _ in range(20):
+        costs.add(1, 1.0)
+    costs.add(1, 100.0)
+    assert costs.seconds(np.array([1]))[0] < 1.2
+    for _ in range(60):
+        costs.add(1, 3.0)
+    assert costs.seconds(np.array([1]))[0] > 2.8
+
+
+def test_old_measurements_are_made_again():
+    costs = StepCosts()
+    for _ in range(MIN_SAMPLES):
+        costs.add(1, 1.0)
+        costs.add(9, 3.0)
+    for _ in range(FRESH_STEPS):
+        costs.add(2, 1.5)
+    assert not costs.knows(9) and costs.knows(2)
+    assert costs.seconds(np.array([9]))[0] == 1.5
+
+
+def test_the_methods_are_the_drafters_there_are():
+    assert sorted(DRAFT_TOKENS) == plugins.names("runtime.drafters")
+
+
+def test_settings_are_completed():
+    assert speculative({"method": "ngram"}) == SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=8,
+        prompt_lookup_min=2,
+        prompt_lookup_max=4,
+        suffix_decoding_max_cached_requests=10_000,
+        suffix_decoding_max_spec_factor=1.0,
+        suffix_decoding_min_token_prob=0.1,
+    )
+    one = speculative({"method": "ngram", "prompt_lookup_max": 1})
+    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (1, 1)
+    one = speculative({"method": "ngram", "prompt_lookup_min": 6})
+    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (6, 6)
+    assert speculative({"model": "some/path"}).method == "draft_model"
+    assert (
+        speculative({"method": "suffix", "num_speculative_tokens": 3}).num_speculative_tokens == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["method", "ngram"]),
+        ({"method": "eagle3"}, ["eagle3", "ngram", "suffix", "draft_model"]),
+        ({"method": "ngram", "prompt_lookup_mx": 3}, ["prompt_lookup_mx"]),
+        ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens", "1"]),
+        ({"method": "ngram", "num_speculative_tokens": 65}, ["num_speculative_tokens", "64"]),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, ["num_speculative_tokens", "int"]),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ["(5)", "(3)"]),
+        ({"method": "ngram", "model": "x"}, ["model", "ngram"]),
+        ({"method": "suffix", "prompt_lookup_max": 3}, ["prompt_lookup_max", "suffix"]),
+        ({"method": "ngram", "suffix_decoding_min_token_prob": 0.2}, ["suffix_decoding", "ngram"]),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["min_token_prob", "1"]),
+        ({"method": "draft_model"}, ["draft_model", "model"]),
+    ],
+)
+def test_a_wrong_setting_is_named(given, words):
+    with pytest.raises(ConfigError) as e:
+        speculative(given)
+    assert e.value.param == "speculative_config"
+    assert all(w in str(e.value) for w in [*words, "speculative_config"])
+
+
+def test_settings_reach_the_drafter():
+    made = speculation.make(
+        speculative({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 3}),
+        lambda: 0.0,
+    )
+    assert made.max_draft == 3
+    assert (made._proposer._min, made._proposer._max) == (3, 4)
+    made = speculation.make(
+        speculative({"method": "suffix", "suffix_decoding_max_cached_requests": 9}), lambda: 0.0
+    )
+    assert made._proposer._options == DraftOptions(
+        num_tokens=16, lookup_min=2, lookup_max=4, max_cached_requests=9
+    )

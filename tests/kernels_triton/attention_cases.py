@@ -1,12 +1,12 @@
 """The attention kernels as things to compile, on Ascend and on CUDA. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.kernels_triton.cases import Shape
 from tests.kernels_triton.compile_cases import Case, pointers
 from xylite.kernels_triton import meta_attention
-from xylite.kernels_triton.attention_tiles import AttentionTiles
+from xylite.kernels_triton.attention_tiles import HEAD_SIZES, AttentionTiles, attention_tiles
 from xylite.runtime.step import MERGE_FIELDS, TASK_FIELDS
 
 
@@ -75,3 +75,20 @@ def tree_case(shape: Shape, width: int, *, options: Mapping[str, Any]) -> Case:
         f"tree bias group {shape.group} width {width}", meta_attention.tree_bias_rows, signature,
         constants, options,
     )  # fmt: skip
+
+
+def table_cases(chip: str) -> Iterator[Case]:
+    """The tiles of a chip: of each head size both classes with all that a kernel can have at once,
+    and the large one as most models run it."""
+    for head_size in HEAD_SIZES:
+        for window, cap, tree in ((1024, 50.0, True), (0, 0.0, False)):
+            tiles = attention_tiles(chip, head_size, window=window, cap=cap)
+            shape = Shape(8, 4, head_size, tiles.tile_kv, window, cap)
+            for tile_q in tiles.tile_q if tree else tiles.tile_q[-1:]:
+                yield tasks_case(shape, tiles, tile_q, tree=tree)
+    for head_size in (64, 128):
+        tiles = attention_tiles(chip, head_size, int8=True)
+        yield tasks_case(Shape(8, 4, head_size, tiles.tile_kv), tiles, tiles.tile_q[-1], int8=True)
+    yield merge_case(Shape(dim=128), options={})
+    yield merge_case(Shape(dim=80), options={})
+    yield tree_case(Shape(group=7, block_size=64), 128, options={})

@@ -292,7 +292,11 @@ class TextEngine:
         if config.chat_template is not None:
             source = _read_template(config.chat_template)
         if source is not None:
-            self._template = ChatTemplate(source, self.tokenizer.special_tokens)
+            try:
+                self._template = ChatTemplate(source, self.tokenizer.special_tokens)
+            except ConfigError as e:
+                where = config.chat_template or checkpoint.path
+                raise ConfigError(f"{where}: {e.message}", param="chat_template") from None
         self._end_tokens = self.tokenizer.end_tokens(checkpoint)
         self.sampling_defaults = _sampling_defaults(config, checkpoint.generation_config)
         return checkpoint

@@ -261,7 +261,9 @@ def compile_kernel(
     program = Program(name or kernel.__name__, generation)
     began = time.perf_counter()
     with _prepared(program, generation):
-        source = ASTSource(fn=kernel, signature=dict(signature), constants=dict(constants))
+        # Upstream Triton, which type checkers see, has another name for `constants`.
+        description: dict[str, Any] = {"signature": dict(signature), "constants": dict(constants)}
+        source = ASTSource(fn=kernel, **description)
         try:
             triton.compile(source, target=GPUTarget("npu", TARGET, 0), options=options)
         except (subprocess.CalledProcessError, RuntimeError, TritonError) as e:

@@ -212,7 +212,7 @@ def build(
     in_tile = np.arange(len(tile)) - _starts(counts)[tile]
 
     load = tiles["tile_q"][tile] * (kv_end - kv_start)
-    classes = []
+    classes: list[TaskList] = []
     for size in tile_classes:
         mine = np.flatnonzero(tiles["tile_q"][tile] == size)
         mine = mine[np.argsort(-load[mine], kind="stable")]

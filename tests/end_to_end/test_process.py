@@ -1,0 +1,213 @@
+"""`python -m xylite serve` with the real model as an orchestrator sees it: start, stop, death."""
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.end_to_end.smollm2 import NUM, NUM_TEXT
+from tests.end_to_end.variants import tiny
+
+ROOT = Path(__file__).parent.parent.parent
+ENDLESS = {"prompt": NUM, "temperature": 0, "ignore_eos": True, "stream": True}
+START_S, END_S = 100, 30
+
+pytestmark = pytest.mark.model
+
+# The command, with a device that fails or hangs as soon as the file named first exists.
+FAULTY = """
+import sys, pathlib, threading
+from xylite import cli
+from xylite.runtime.executor import Executor
+
+switch, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+forward = Executor.forward
+
+def faulty(self, step):
+    if switch.exists():
+        if how == "hangs":
+            threading.Event().wait()
+        raise RuntimeError("the device is gone")
+    return forward(self, step)
+
+Executor.forward = faulty
+sys.exit(cli.main(sys.argv[3:]))
+"""
+
+
+class Served:
+    """A server in a process of its own, and what it wrote to stderr so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+        self.log = ""
+        self.url = ""
+
+    async def until(self, pattern: str) -> re.Match[str]:
+        """Reads the log until it has the pattern."""
+        async with asyncio.timeout(START_S):
+            while (found := re.search(pattern, self.log)) is None:
+                assert self.process.stderr is not None
+                line = await self.process.stderr.readline()
+                assert line, f"it ended without {pattern!r}:\n{self.log}"
+                self.log += line.decode()
+            return found
+
+    async def end(self) -> int:
+        """Its exit code, once it ends by itself."""
+        async with asyncio.timeout(END_S):
+            _, rest = await self.process.communicate()
+        self.log += rest.decode()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., Any]]:
+    """serve(words...) -> Served, listening; before=what to run instead of `-m xylite`."""
+    processes: list[asyncio.subprocess.Process] = []
+
+    async def start(*words: str, before: tuple[str, ...] = ("-m", "xylite")) -> Served:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-W", "error", *before, "serve", *words),
+            *("--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "100Mi"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        processes.append(process)
+        served = Served(process)
+        served.url = (await served.until(r"URL +(http://127\.0\.0\.1:\d+)\n")).group(1)
+        return served
+
+    yield start
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny(smollm2_dir, tmp_path_factory.mktemp("process") / "tiny"))
+
+
+async def events_of(response: aiohttp.ClientResponse, num: int | None = None) -> list[Any]:
+    """The stream's next `num` events, or all that are left; the last is "[DONE]"."""
+    events: list[Any] = []
+    while num is None or len(events) < num:
+        line = await response.content.readline()
+        if not line:
+            break
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
+    return events
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(c["text"] for e in events if isinstance(e, dict) for c in e["choices"])
+
+
+async def test_sigterm_lets_streams_end_and_takes_no_new_ones(serve, session, smollm2_dir):
+    server = await serve(str(smollm2_dir), "--max-num-batched-tokens", "128")
+    body = {**ENDLESS, "max_tokens": 100}
+    async with session.post(f"{server.url}/v1/completions", json=body) as response:
+        events = await events_of(response, 5)
+        async with session.get(f"{server.url}/health") as kept:
+            await kept.read()
+        server.signal(signal.SIGTERM)
+        await server.until("stopping")
+        try:
+            async with session.post(f"{server.url}/v1/completions", json=body) as late:
+                assert late.status == 503
+                assert (await late.json())["error"]["code"] == "draining"
+                assert int(late.headers["Retry-After"]) >= 1
+        except aiohttp.ClientConnectionError:
+            pass  # as good an answer
+        events += await events_of(response)
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert text_of(events).startswith(NUM_TEXT)
+    assert await server.end() == 0
+    assert "Traceback" not in server.log, server.log
+
+
+async def test_second_sigterm_ends_at_once_and_tells_the_streams(serve, session, tiny_dir):
+    server = await serve(tiny_dir, "--load-format", "dummy")
+    body = {**ENDLESS, "max_tokens": 8000}
+    async with session.post(f"{server.url}/v1/completions", json=body) as response:
+        await events_of(response, 5)
+        server.signal(signal.SIGTERM)
+        await server.until("stopping")
+        server.signal(signal.SIGTERM)
+        events = await events_of(response)
+    assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "draining"
+    assert await server.end() == 128 + signal.SIGTERM
+    assert "Traceback" not in server.log, server.log
+
+
+async def test_streams_longer_than_the_shutdown_timeout_are_told(serve, session, tiny_dir):
+    words = ("--load-format", "dummy", "--shutdown-timeout", "0.2")
+    server = await serve(tiny_dir, *words)
+    body = {**ENDLESS, "max_tokens": 8000}
+    async with session.post(f"{server.url}/v1/completions", json=body) as response:
+        await events_of(response, 5)
+        server.signal(signal.SIGINT)
+        events = await events_of(response)
+    assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "draining"
+    assert await server.end() == 0
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_lost_device_is_told_to_every_stream_and_ends_the_process(
+    serve, session, tiny_dir, tmp_path, how
+):
+    switch = tmp_path / "switch"
+    before = ("-c", FAULTY, str(switch), how)
+    words = ("--load-format", "dummy", "--watchdog-timeout", "1", "--max-num-seqs", "4")
+    server = await serve(tiny_dir, *words, before=before)
+    body = {**ENDLESS, "max_tokens": 7000}
+
+    async def stream():
+        async with session.post(f"{server.url}/v1/completions", json=body) as response:
+            events = await events_of(response, 3)
+            switch.touch()
+            return events + await events_of(response)
+
+    async def healthy() -> bool:
+        try:
+            async with session.get(f"{server.url}/health") as response:
+                assert response.status in (200, 503)
+                return response.status == 200
+        except aiohttp.ClientConnectionError:
+            return False  # it has ended already
+
+    streams = await asyncio.gather(*(stream() for _ in range(3)))
+    for events in streams:
+        assert events[-1] == "[DONE]" and "error" in events[-2]
+        assert events[-2]["error"]["type"] == "server_error"
+        assert "device is gone" not in events[-2]["error"]["message"]
+    async with asyncio.timeout(END_S):
+        while await healthy():
+            # A device that fails every iteration is given up after a few of them.
+            async with session.post(f"{server.url}/v1/completions", json={"prompt": "x"}) as failed:
+                assert failed.status in (500, 503)
+    assert await server.end() == 1
+    assert "the engine died" in server.log

@@ -9,7 +9,7 @@ import pytest_asyncio
 from aiohttp.test_utils import TestClient, TestServer
 from filelock import FileLock
 
-from tests.end_to_end.smollm2 import write_directory
+from bench.model_dir import write_directory
 from xylite.config import EngineConfig, ServerConfig
 from xylite.http import make_app
 from xylite.text_engine import TextEngine

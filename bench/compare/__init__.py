@@ -1,0 +1,1 @@
+"""xylite against other engines: see __main__.py."""

@@ -1,0 +1,76 @@
+"""The child's side of an offline measurement: cases come as lines of JSON, figures go back so.
+
+Only the standard library, because children run in other engines' environments too.
+
+    {"prefill": N}                              one prompt of N tokens, its first token
+    {"decode": B, "context": C, "new": T}       B prompts of C tokens at once, T tokens of each
+
+A child answers {"ready": versions} when its model is loaded, and {"tok_s": X} to each case; a case
+that fails ends it.
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Prompts = list[list[int]]
+
+
+class Model(Protocol):
+    """A loaded engine."""
+
+    vocab_size: int
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds from giving the prompt to its first new token."""
+        ...
+
+    def decode(self, prompts: Prompts, new: int) -> float:
+        """New tokens per second of all prompts together, after each one's first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a child is told: model directory, settings of the engine, threads or 0 for its own."""
+
+    model: str
+    settings: dict[str, Any]
+    threads: int
+
+
+def prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
+    """Random prompts, other ones for each seed; low ids are bytes and control tokens."""
+    rng = random.Random(seed)
+    return [rng.choices(range(300, vocab_size), k=length) for _ in range(count)]
+
+
+def answer(model: Model, case: dict[str, int], seed: int) -> float:
+    """Tokens per second of a case."""
+    if "prefill" in case:
+        (prompt,) = prompts(seed, 1, case["prefill"], model.vocab_size)
+        return case["prefill"] / model.prefill(prompt)
+    batch = prompts(seed, case["decode"], case["context"], model.vocab_size)
+    return model.decode(batch, case["new"])
+
+
+def serve(load: Callable[[Start], tuple[Model, dict[str, str]]]) -> None:
+    """Loads the model that argv[1] (JSON of Start) names and answers cases until stdin ends."""
+    # Libraries print to stdout; the answers keep a pipe of their own.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    model, versions = load(Start(**json.loads(sys.argv[1])))
+    print(json.dumps({"ready": versions}), file=answers)
+    for seed, line in enumerate(sys.stdin):
+        case = json.loads(line)
+        print(json.dumps({"tok_s": answer(model, case, seed)}), file=answers)
+
+
+def version(*modules: str) -> dict[str, str]:
+    """Versions of imported modules."""
+    return {name: str(importlib.import_module(name).__version__) for name in modules}

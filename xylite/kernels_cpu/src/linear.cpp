@@ -46,7 +46,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   int64_t block = tune.block_bytes / row_bytes / row_tile * row_tile;
   if (block < 2 * row_tile) block = 2 * row_tile;
   const int64_t blocks = (m + block - 1) / block;
-  block = (m + blocks - 1) / blocks;
+  block = ((m + blocks - 1) / blocks + row_tile - 1) / row_tile * row_tile;
   const int64_t step_bytes = PANEL * T::LANE * int64_t(sizeof(typename T::B));
   int64_t k_blocks = 1;
   if (m > row_tile) k_blocks = (steps * step_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
@@ -57,6 +57,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   pool.each(blocks * panels, [&](int64_t unit, int thread) {
     const int64_t panel = unit % panels;
     const int64_t m0 = unit / panels * block;
+    if (m0 >= m) return;  // rounding up may leave the last block empty
     const int64_t rows = m - m0 < block ? m - m0 : block;
     const auto* b = static_cast<const typename T::B*>(w.data) + panel * steps * PANEL * T::LANE;
     float* acc = static_cast<float*>(pool.scratch(thread, acc_rows * PANEL * sizeof(float)));

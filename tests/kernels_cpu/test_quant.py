@@ -1,0 +1,143 @@
+"""Linear layers with 8-bit and 4-bit weights.
+
+Activations that are integers with 127 among each group are quantised without loss, so there the
+result is the exact product but for float32 additions. Others may be off by half a step each.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from xylite.kernels_cpu.packed import INT8, Packer, QuantFormat
+from xylite.ops import Ops
+
+ROWS = (0, 1, 2, 5, 6, 7, 12, 13, 33, 65, 129)
+FORMATS = [
+    QuantFormat(8, 64, 128),
+    QuantFormat(8, 32, 128),  # GGUF Q8_0
+    QuantFormat(4, 32, 8),  # GGUF Q4_0
+    QuantFormat(4, 32, 0, has_min=True),  # GGUF Q4_1
+]
+
+
+def packer(ops: Ops) -> Packer:
+    return ops.pack_linear.__self__  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def parts(n: int, k: int, form: QuantFormat) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Random (q, scales, mins) and the weight [N, K] float64 that they mean."""
+    generator = torch.Generator().manual_seed(n + k)
+    groups = -(-k // form.group)
+    q = torch.randint(0, 2**form.bits, (n, k), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(n, groups, generator=generator) / 50 + 1e-3).half()
+    mins = (torch.rand(n, groups, generator=generator) - 0.5).half() if form.has_min else None
+    w = scales.double().repeat_interleave(form.group, 1)[:, :k] * (q.double() - form.zero)
+    if mins is not None:
+        w += mins.double().repeat_interleave(form.group, 1)[:, :k]
+    return q, scales, mins, w
+
+
+def whole_numbers(m: int, k: int, group: int) -> Tensor:
+    x = torch.randint(-127, 128, (m, k), generator=torch.Generator().manual_seed(m)).float()
+    x[:, ::group] = 127
+    return x
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", [(64, 64), (70, 33), (1, 1), (40, 576), (33, 1100)])
+def test_whole_numbers_give_the_exact_product(
+    ops: Ops, shape: tuple[int, int], form: QuantFormat
+) -> None:
+    n, k = shape
+    q, scales, mins, w = parts(n, k, form)
+    leaf = packer(ops).pack_quantized(q, scales, mins, form=form)
+    for m in ROWS:
+        x = whole_numbers(m, k, form.group)
+        y = ops.linear(x, leaf)
+        exact = x.double() @ w.T
+        # per group: its integer to float32, three products and an addition
+        terms = -(-k // form.group) + 4
+        bound = 4 * terms * 2.0**-24 * (x.double().abs() @ (w.abs().T + abs(form.zero) / 40))
+        assert bool(((y - exact).abs() <= bound + 1e-30).all())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_are_read_back(ops: Ops, form: QuantFormat) -> None:
+    q, scales, mins, w = parts(70, 100, form)
+    leaf = packer(ops).pack_quantized(q, scales, mins, form=form)
+    ids = torch.tensor([69, 0, 33, 33, 31], dtype=torch.int32)
+    torch.testing.assert_close(ops.embed(leaf, ids).double(), w[ids.long()], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_of_a_weight_is_off_by_half_a_step_at_most(ops: Ops, dtype: torch.dtype) -> None:
+    w = torch.randn(50, 200, generator=torch.manual_seed(0)).to(dtype)
+    w[3] = 0
+    leaf = ops.packers["int8"](w.clone())
+    back = ops.embed(leaf, torch.arange(50, dtype=torch.int32))
+    top = torch.nn.functional.pad(w.float().abs(), (0, 56)).view(50, 4, 64).amax(-1) / 127
+    step = top.repeat_interleave(64, 1)[:, :200]
+    # the scale is rounded to fp16 first: 127 steps of it may miss the largest value by 127 * 2^-11
+    assert bool(((back - w.float()).abs() <= step * (0.5 + 127 * 2.0**-11) + 1e-9).all())
+    assert not bool(back[3].any())
+
+
+def test_activations_are_off_by_half_a_step_at_most(ops: Ops) -> None:
+    w = torch.randn(70, 200, generator=torch.manual_seed(0))
+    leaf = ops.packers["int8"](w.clone())
+    used = ops.embed(leaf, torch.arange(70, dtype=torch.int32)).double()
+    for m in (1, 7, 40):
+        x = torch.randn(m, 200, generator=torch.manual_seed(m)) * 5
+        groups = torch.nn.functional.pad(x.abs(), (0, 56)).view(m, 4, 64).amax(-1) / 127
+        step = groups.repeat_interleave(64, 1)[:, :200].double()
+        error = (ops.linear(x, leaf) - x.double() @ used.T).abs()
+        assert bool((error <= 0.501 * step @ used.abs().T + 1e-5).all())
+
+
+def test_a_row_does_not_depend_on_its_batch(ops: Ops) -> None:
+    leaf = ops.packers["int8"](torch.randn(100, 700, generator=torch.manual_seed(0)))
+    x = torch.randn(200, 700, generator=torch.manual_seed(1))
+    whole = ops.linear(x, leaf)
+    for m in (1, 2, 5, 6, 7, 13, 100):
+        assert torch.equal(ops.linear(x[9 : 9 + m], leaf), whole[9 : 9 + m])
+
+
+def test_gated_bias_and_cap(ops: Ops) -> None:
+    w = torch.randn(74, 64, generator=torch.manual_seed(0))
+    bias = torch.linspace(-1, 1, 74)
+    gated, plain = ops.packers["int8"](w.clone(), gated=True), ops.packers["int8"](w.clone())
+    x = torch.randn(9, 64, generator=torch.manual_seed(1))
+    both = ops.linear(x, plain, bias).double()
+    want = torch.nn.functional.silu(both[:, :37]) * both[:, 37:]
+    got = ops.linear(x, gated, bias, act="silu")
+    torch.testing.assert_close(got.double(), want, rtol=3e-6, atol=2e-6)
+    capped = ops.linear(x, plain, bias, cap=2.0).double()
+    torch.testing.assert_close(capped, 2 * torch.tanh(both / 2), rtol=1e-6, atol=1e-6)
+
+
+def test_values_that_are_not_finite_stay_in_their_row(ops: Ops) -> None:
+    leaf = ops.packers["int8"](torch.randn(40, 100, generator=torch.manual_seed(0)))
+    x = torch.randn(14, 100, generator=torch.manual_seed(1))
+    clean = ops.linear(x, leaf)
+    x[5, 99], x[9, 0] = torch.nan, torch.inf
+    y = ops.linear(x, leaf)
+    assert not bool(y[5].isfinite().any())
+    assert not bool(y[9].isfinite().any())
+    others = [i for i in range(14) if i not in (5, 9)]
+    assert torch.equal(y[others], clean[others])
+
+
+def test_experts_are_quantised_one_after_the_other(ops: Ops) -> None:
+    w = torch.randn(3, 24, 64, generator=torch.manual_seed(0))
+    x, expert_of = torch.randn(20, 64, generator=torch.manual_seed(1)), torch.arange(20) % 3
+    leaf = ops.packers["int8"](w.clone())
+    got = ops.grouped_linear(x, leaf, expert_of.int())
+    for e in range(3):
+        one = ops.linear(x[expert_of == e], ops.packers["int8"](w[e].clone()))
+        assert torch.equal(got[expert_of == e], one)
+
+
+def test_a_quarter_of_the_memory_of_float32(ops: Ops) -> None:
+    leaf = ops.packers["int8"](torch.randn(128, 640))
+    assert leaf.format == INT8
+    assert leaf.data.nbytes == 128 * 640 * (1 + 2 / 64)

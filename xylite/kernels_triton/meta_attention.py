@@ -14,10 +14,11 @@ Draft trees: the rows of a tree's chunk have a row of `tree_bias` (float16, alig
 blocks that hold the chunk's own tokens) that is added in place of the causal bound. All others
 share row 0, which is zero, so that one loop serves both.
 
-q and o are [G, T * group, D]: a tile's rows are contiguous. Tiles of [T, H, D] were compiled against
-it on AscendNPU-IR 1.1.0 and 1.2.0: they leave one of the two vector cores idle and need twice the
-memory, so 128 rows do not fit. One kernel with a loop per tile class was tried too: 16 + 128 rows
-fit with 1.1.0 only, and with 1.2.0 even 16 + 64 leave a vector core idle. So each class is a launch.
+q and o are [G, T * group, D]: a tile's rows are contiguous. Tiles of [T, H, D] were compiled for
+AscendNPU-IR 1.1.0 and 1.2.0 against it: they leave one of the two vector cores idle and need twice
+the memory, so 128 rows do not fit. One kernel with a loop per tile class was tried too: 16 + 128
+rows fit with 1.1.0 only, and with 1.2.0 even 16 + 64 leave a vector core idle. So each class is a
+launch.
 
 Head sizes that are no power of two are two tiles side by side, 80 = 64 + 16: nothing is padded.
 

@@ -290,16 +290,23 @@ def _depth(draft: Draft) -> int:
 
 
 def make(config: SpeculativeConfig, clock: Clock, parts: Any = None) -> Speculation:
-    """The drafter that the settings name; `parts` is what draft_model runs on."""
-    method = config.method
-    assert method is not None and config.num_speculative_tokens is not None
+    """The drafter that settings completed by `speculative` name.
+
+    parts  what draft_model runs on
+    """
+    c = config
+    cached, factor = c.suffix_decoding_max_cached_requests, c.suffix_decoding_max_spec_factor
+    prob, method, num_tokens = c.suffix_decoding_min_token_prob, c.method, c.num_speculative_tokens
+    low, high = c.prompt_lookup_min, c.prompt_lookup_max
+    assert method is not None and num_tokens is not None and low is not None and high is not None
+    assert cached is not None and factor is not None and prob is not None, "not from speculative()"
     options = DraftOptions(
-        num_tokens=config.num_speculative_tokens,
-        lookup_min=config.prompt_lookup_min or 1,
-        lookup_max=config.prompt_lookup_max or 1,
-        max_cached_requests=config.suffix_decoding_max_cached_requests,
-        max_spec_factor=config.suffix_decoding_max_spec_factor,
-        min_token_prob=config.suffix_decoding_min_token_prob,
+        num_tokens=num_tokens,
+        lookup_min=low,
+        lookup_max=high,
+        max_cached_requests=cached,
+        max_spec_factor=factor,
+        min_token_prob=prob,
         parts=parts,
     )
     proposer = plugins.find("runtime.drafters", method).make(options)

@@ -83,7 +83,7 @@ async def test_preempted_requests_say_what_they_say_alone(smollm2_dir):
     async def answers(client):
         asked = zip(prompts, bodies, strict=True)
         return await asyncio.gather(
-            *(client.text(p, 100, ignore_eos=True, **body) for p, body in asked)
+            *(client.text(p, 130, ignore_eos=True, **body) for p, body in asked)
         )
 
     name = 'vllm:num_preemptions_total{engine="0",model_name="smollm2"}'

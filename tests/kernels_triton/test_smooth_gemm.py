@@ -107,6 +107,17 @@ def test_int4_refuses_groups_its_kernel_cannot_take(group):
         weights.quantise_int4(random(4, 192), group)
 
 
+@pytest.mark.parametrize("form", ["int8", "w8a8", "int4"])
+@pytest.mark.parametrize("k", [96, 128, 320])
+def test_every_packer_makes_a_leaf_that_smooth_gemm_takes(target, form, k):
+    w = random(10, k)
+    leaf = weights.packers()[form](w, gated=True)
+    assert leaf.format == form and (leaf.num_rows, leaf.num_cols) == (10, k)
+    step = leaf.scale.max() * (1.01 if form == "int4" else 0.51)
+    assert (weights.unpack(leaf) - w).abs().max() <= step
+    assert launch.linear(target, random(3, k), leaf, act="silu").isfinite().all()
+
+
 @pytest.mark.parametrize("told", [0, 1, 31, 40])
 @pytest.mark.parametrize("form", ["", "w8a8"])
 def test_smooth_gemm_touches_only_the_rows_that_exist(limited, told, form):

@@ -1,7 +1,6 @@
 """The functions of a device table: the launches bound to a target, and what layers share."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -107,10 +106,11 @@ class _Attention:
         return tree
 
 
-def functions(target: Target) -> dict[str, Callable[..., Any]]:
-    """Every function of an Ops table that has a kernel, by field name."""
+def functions(target: Target) -> dict[str, Any]:
+    """The fields of an Ops table that have kernels."""
     return {
         "pack_linear": weights.pack,
+        "packers": weights.packers(),
         "embed": partial(launch.embed, target),
         "linear": partial(launch.linear, target),
         "add_rms_norm": partial(launch.add_rms_norm, target),

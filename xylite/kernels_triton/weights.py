@@ -1,5 +1,8 @@
 """Weights as the GEMM kernels read them, and how they are made."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -55,9 +58,26 @@ def quantise_int8(w: Tensor, *, activations: bool = False) -> PackedWeight:
     return PackedWeight(data, scale, format="w8a8" if activations else "int8")
 
 
-def quantise_int4(w: Tensor, group: int = 128) -> PackedWeight:
-    """Asymmetric 4 bits, w = (q - zero) * scale with q in [0, 15], per `group` columns."""
+def packers() -> dict[str, Callable[..., PackedWeight]]:
+    """Formats that a weight can be quantised to at load, as `Ops.packers` wants them."""
+
+    def packer(quantise: Callable[[Tensor], PackedWeight]) -> Callable[..., PackedWeight]:
+        # Gate rows before up rows are what the kernels want, so `gated` changes nothing.
+        return lambda w, gated=False: quantise(w)
+
+    return {
+        "int8": packer(quantise_int8),
+        "w8a8": packer(partial(quantise_int8, activations=True)),
+        "int4": packer(quantise_int4),
+    }
+
+
+def quantise_int4(w: Tensor, group: int | None = None) -> PackedWeight:
+    """Asymmetric 4 bits, w = (q - zero) * scale with q in [0, 15], per `group` columns; None = the
+    largest of 128, 64 and 32 that divides K."""
     k = w.shape[-1]
+    if group is None:
+        group = next((g for g in (128, 64) if k % g == 0), 32)
     if group < 32 or group & (group - 1) or k % group:
         raise ConfigError(f"int4 needs groups of a power of two >= 32 that divide K={k}: {group}")
     g = w.float().unflatten(-1, (k // group, group))

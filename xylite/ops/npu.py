@@ -76,7 +76,7 @@ def missing() -> str | None:
 def _import() -> Any:
     """torch_npu; ConfigError saying what is missing."""
     try:
-        import torch_npu
+        import torch_npu  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"torch_npu cannot be loaded ({e}): is CANN installed, and its set_env.sh sourced? "

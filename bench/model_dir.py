@@ -49,11 +49,15 @@ def write_directory(path: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return list(value)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Writes the demo model as a directory in bfloat16."
+    )
     parser.add_argument("directory", type=Path)
     path = parser.parse_args().directory
     path.mkdir(parents=True, exist_ok=True)

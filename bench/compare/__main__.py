@@ -28,11 +28,11 @@ PARTS: Final = ("start", "offline", "online")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 2 if the machine is not quiet or there is nothing to compare."""
+    """0; 1 if an engine failed; 2 if the machine is not quiet or there is nothing to compare."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(words)
     with tempfile.TemporaryDirectory(prefix="xylite-compare-") as folder:
-        model = args.model or _demo_model(Path(folder) / "model")
+        model = args.model or _demo_model(Path(folder) / "smollm2-135m-instruct")
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.compare", description=__doc__.splitlines()[0]
+        prog="python -m bench.compare",
+        description="Measures xylite and other engines by turns, and prints ratios of medians.",
     )
     add = parser.add_argument
     add("--only", action="append", choices=PARTS, help="this part only; may be repeated")
@@ -131,6 +132,7 @@ def _compare(args: argparse.Namespace, words: list[str], model: Path, logs: Path
         "engines": [_described(e) for e in ready],
         "left_out": lacking,
         "versions": {},
+        "failures": recorder.failures,
         "samples": recorder.samples,
     }
     path = args.output or RESULTS / time.strftime("compare-%Y%m%d-%H%M%S.json", time.gmtime())
@@ -141,7 +143,7 @@ def _compare(args: argparse.Namespace, words: list[str], model: Path, logs: Path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
             print(f"\n{report.text(result)}\n\nwritten to {path}")
-    return 0
+    return 1 if recorder.failures else 0
 
 
 def _check(setting: plan.Setting, named: Sequence[Engine], parts: Sequence[str]) -> dict[str, str]:

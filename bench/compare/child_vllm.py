@@ -2,7 +2,7 @@
 
 import time
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
 from bench.compare import child
 

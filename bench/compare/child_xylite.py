@@ -42,6 +42,7 @@ class Xylite:
 
         async def read(stream: Any) -> tuple[float, float]:
             times: list[float] = []
+            count = 0
             async for event in stream:
                 if event.error is not None:
                     raise event.error

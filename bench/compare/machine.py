@@ -20,9 +20,8 @@ FLAGS: Final = (
 def describe() -> dict[str, Any]:
     """CPU, instruction sets of interest, cores of this process, memory, system."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in reversed(lines) if ":" in line
-    )
+    pairs = [line.partition(":") for line in reversed(lines)]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     memory = Path("/proc/meminfo").read_text().split()[1]
     return {

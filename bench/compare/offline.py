@@ -49,7 +49,7 @@ def session(
     first call that nobody counts (the caller's business). The process ends with the block."""
     env = engine.environment(threads)
     if engine.child is None:
-        yield (lambda asked: _tool(engine, asked, env)), {}
+        yield (lambda asked: _tool(engine, asked, env)), _tool_version(engine, env)
         return
     start = {"model": str(model), "settings": dict(engine.settings), "threads": threads}
     with log.open("ab") as errors:
@@ -127,6 +127,17 @@ def _tool(engine: Engine, asked: Mapping[str, int], env: dict[str, str]) -> floa
     printed = _run([str(engine.tools / "llama-batched-bench"), *common, *words], engine, env)
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return rows[-1]["speed_tg"]
+
+
+def _tool_version(engine: Engine, env: dict[str, str]) -> dict[str, str]:
+    """llama.cpp's build as its server says it: "version: NUMBER (COMMIT)"."""
+    assert engine.server is not None
+    done = subprocess.run(
+        [engine.server[0], "--version"], capture_output=True, text=True, env=env, check=False
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    told = next((x for x in lines if x.startswith("version")), "version: unknown")
+    return {"llama.cpp": told.partition(":")[2].strip()}
 
 
 def _run(command: list[str], engine: Engine, env: dict[str, str]) -> str:

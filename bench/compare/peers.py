@@ -93,13 +93,15 @@ def xylite(variant: str, model: Path, threads: int) -> Engine:
         child=(sys.executable, "-m", "bench.compare.child_xylite"),
         settings=common | dict(settings),
         server=server,
-        lacking=_no_format(str(settings.get("quantization", ""))),
+        lacking=missing_format(variant),
     )
 
 
-def _no_format(name: str) -> str | None:
-    """Why a quantisation format is not there, asked of xylite in a process of its own."""
-    if not name:
+def missing_format(variant: str) -> str | None:
+    """Why a variant's quantisation format is not there, asked of xylite in a process of its own;
+    None if it is or none is needed."""
+    name = VARIANTS[variant][1].get("quantization")
+    if name is None:
         return None
     code = f"from xylite import plugins; plugins.find('models.quant', {name!r})"
     done = subprocess.run(

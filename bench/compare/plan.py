@@ -2,7 +2,8 @@
 run that others disturbed is made again."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ class Recorder:
     patience_s: float
     allow_noise: bool
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    failures: list[str] = field(default_factory=list[str])
+
+    @contextmanager
+    def noting_failure(self, repeat: int) -> Iterator[None]:
+        """An engine that fails loses the rest of this repeat; the others go on."""
+        try:
+            yield
+        except EngineFailed as e:
+            self.failures.append(f"repeat {repeat}: {e}")
+            print(f"failed: {e}", file=sys.stderr)
 
     def require_quiet(self) -> None:
         """Wait for a quiet machine; Disturbed if it stays busy and noise is not allowed."""
@@ -99,7 +110,10 @@ def run_offline(
     for repeat in range(setting.repeats):
         for engine in engines:
             log = setting.log(engine, "offline")
-            with offline.session(engine, setting.model, setting.threads, log) as (measure, told):
+            with (
+                setting.recorder.noting_failure(repeat),
+                offline.session(engine, setting.model, setting.threads, log) as (measure, told),
+            ):
                 versions[engine.name] = told
                 for case in cases:
 
@@ -120,7 +134,8 @@ def run_start(setting: Setting, engines: Sequence[Engine], repeat: int) -> None:
             with online.server(engine, setting.threads, setting.log(engine, "server")) as server:
                 return _start_figures(server)
 
-        setting.recorder.take(engine.name, "start", repeat, run)
+        with setting.recorder.noting_failure(repeat):
+            setting.recorder.take(engine.name, "start", repeat, run)
 
 
 def _start_figures(server: online.Server) -> Figures:
@@ -138,7 +153,10 @@ def run_online(
     for repeat in range(setting.repeats):
         for engine in engines:
             log = setting.log(engine, "server")
-            with online.server(engine, setting.threads, log) as server:
+            with (
+                setting.recorder.noting_failure(repeat),
+                online.server(engine, setting.threads, log) as server,
+            ):
                 for trace in dict.fromkeys(load.trace for load in loads):
                     salt += 1
                     warm = Load(trace, 2, 2)

@@ -1,0 +1,250 @@
+"""How much a data type or quantisation changes what the model says.
+
+    python -m bench.quality [--variant float32 auto int8] [--text sonnets gsm8k humaneval]
+        [--model DIRECTORY] [--output FILE]
+
+perplexity   of each text, in sliding windows through the engine: a token is scored once, with at
+             least window - stride tokens before it (but for a text's beginning)
+top-1        share of these positions at which the most likely token is the first variant's
+continued    tokens of greedy answers until they differ from the first variant's, and the share
+             of answers that never do
+
+The first variant is what the others are compared with: float32 unless told otherwise.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.compare import machine
+from bench.compare.peers import ROOT, VARIANTS, missing_format
+from xylite import EngineConfig, SamplingParams, TextEngine
+from xylite.text_engine import TextLogprob
+
+TEXTS: Final = ROOT / "bench" / "traces" / "texts"
+PROMPT_TOKENS: Final = 64  # of a text's window that a greedy answer continues
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A scored position: log-probability of the text's token, and the most likely token."""
+
+    logprob: float
+    best: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one variant says: scored positions by text, greedy answers in a fixed order."""
+
+    positions: Mapping[str, list[Scored]]
+    continued: list[tuple[int, ...]]
+
+
+def windows(length: int, window: int, stride: int) -> list[tuple[int, int, int]]:
+    """(start, end, first) of each window: tokens [start, end) are given, [first, end) scored.
+
+    Every token but the first is scored exactly once.
+    """
+    assert 1 <= stride <= window, f"stride {stride} of a window of {window}"
+    found: list[tuple[int, int, int]] = []
+    scored = 1
+    start = 0
+    while scored < length:
+        end = min(start + window, length)
+        found.append((start, end, scored))
+        scored = end
+        # The next window begins so that it scores `stride` new tokens at its end.
+        start = max(end + stride - window, start + 1)
+    return found
+
+
+def read_text(name: str) -> str:
+    """A text of traces/texts, its documents joined by empty lines."""
+    lines = (TEXTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return "\n\n".join(json.loads(line)["text"] for line in lines)
+
+
+def perplexity(positions: Sequence[Scored]) -> float:
+    return math.exp(-sum(p.logprob for p in positions) / len(positions))
+
+
+async def score(engine: TextEngine, ids: Sequence[int], window: int, stride: int) -> list[Scored]:
+    """Every token of a text but the first."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    found: list[Scored] = []
+    for start, end, first in windows(len(ids), window, stride):
+        entries: tuple[TextLogprob | None, ...] | None = None
+        async for event in engine.generate(ids[start:end], params):
+            if event.error is not None:
+                raise event.error
+            entries = entries or event.prompt_logprobs
+        assert entries is not None and len(entries) == end - start
+        for entry in entries[first - start :]:
+            assert entry is not None, "only a window's first token has no score"
+            found.append(Scored(entry.logprob, entry.top[0].token_id))
+    return found
+
+
+async def continue_greedily(
+    engine: TextEngine, prompts: Sequence[Sequence[int]], new: int
+) -> list[tuple[int, ...]]:
+    """`new` greedy tokens after each prompt, one prompt after the other."""
+    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    answers: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        ids: list[int] = []
+        async for event in engine.generate(prompt, params):
+            if event.error is not None:
+                raise event.error
+            ids += event.token_ids
+        answers.append(tuple(ids))
+    return answers
+
+
+def prompts_of(texts: Mapping[str, Sequence[int]], count: int) -> list[list[int]]:
+    """`count` pieces of PROMPT_TOKENS tokens, from all texts by turns, evenly spread."""
+    found: list[list[int]] = []
+    each = -(-count // len(texts))
+    for i in range(each):
+        for ids in texts.values():
+            at = i * max(len(ids) - PROMPT_TOKENS, 0) // each
+            found.append(list(ids[at : at + PROMPT_TOKENS]))
+    return found[:count]
+
+
+async def answers(variant: str, args: argparse.Namespace) -> Answers:
+    """Everything one variant is asked."""
+    settings: dict[str, Any] = {
+        "model": str(args.model) if args.model else "demo",
+        "kv_cache_memory_bytes": 2**28,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        **VARIANTS[variant][1],
+    }
+    async with TextEngine(EngineConfig(**settings)) as engine:
+        texts = {
+            name: (await engine.encode(read_text(name)))[: args.max_tokens or None]
+            for name in args.text
+        }
+        positions = {
+            name: await score(engine, ids, args.window, args.stride) for name, ids in texts.items()
+        }
+        prompts = prompts_of(texts, args.prompts)
+        return Answers(positions, await continue_greedily(engine, prompts, args.new_tokens))
+
+
+def agreement(ours: Sequence[Scored], theirs: Sequence[Scored]) -> float:
+    """Share of positions with the same most likely token."""
+    return sum(a.best == b.best for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def compared(ours: Answers, first: Answers) -> dict[str, Any]:
+    """The figures of one variant against the first one."""
+    lengths = [common(a, b) for a, b in zip(ours.continued, first.continued, strict=True)]
+    whole = [n == len(answer) for n, answer in zip(lengths, first.continued, strict=True)]
+    texts = {
+        name: {
+            "perplexity": round(perplexity(positions), 4),
+            "ratio": round(perplexity(positions) / perplexity(first.positions[name]), 5),
+            "top1": round(agreement(positions, first.positions[name]), 4),
+            "tokens": len(positions),
+        }
+        for name, positions in ours.positions.items()
+    }
+    return {
+        "texts": texts,
+        "continued_mean": round(statistics.mean(lengths), 1) if lengths else None,
+        "continued_whole": round(statistics.mean(whole), 3) if whole else None,
+        "answers": len(lengths),
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each variant and text, then the greedy answers."""
+    lines = [
+        f"{'variant':<10} {'text':<12} {'tokens':>7} {'perplexity':>11} {'ratio':>8} {'top-1':>7}"
+    ]
+    for variant, found in figures.items():
+        for name, t in found["texts"].items():
+            lines.append(
+                f"{variant:<10} {name:<12} {t['tokens']:>7} {t['perplexity']:>11.3f} "
+                f"{t['ratio']:>8.4f} {t['top1']:>7.1%}"
+            )
+    for variant, found in figures.items():
+        if found["answers"]:
+            lines.append(
+                f"{variant:<10} {found['answers']} greedy answers agree for "
+                f"{found['continued_mean']} tokens on average, {found['continued_whole']:.0%} to "
+                "the end"
+            )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quality",
+        description="Measures how much a data type or quantisation changes what the model says.",
+    )
+    known = sorted(p.stem for p in TEXTS.glob("*.jsonl"))
+    add = parser.add_argument
+    add("--variant", nargs="+", choices=VARIANTS, default=["float32", "auto", "int8"])
+    add("--text", nargs="+", choices=known, default=known)
+    add("--model", type=Path, help="default: the demo model")
+    add("--window", type=int, default=1024)
+    add("--stride", type=int, default=512)
+    add("--max-tokens", type=int, default=0, help="of each text; 0: all")
+    add("--prompts", type=int, default=24, help="greedy answers")
+    add("--new-tokens", type=int, default=64, help="of each answer")
+    add("--output", type=Path, help="JSON file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 2 if no variant is there."""
+    args = _parser().parse_args(argv)
+    found: dict[str, Answers] = {}
+    for variant in args.variant:
+        why = missing_format(variant)
+        if why is not None:
+            print(f"left out: {variant}: {why}", file=sys.stderr)
+            continue
+        start = time.perf_counter()
+        found[variant] = asyncio.run(answers(variant, args))
+        print(f"{variant}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    if not found:
+        return 2
+    first = next(iter(found.values()))
+    figures = {variant: compared(a, first) for variant, a in found.items()}
+    print(table(figures))
+    if args.output is not None:
+        result = {
+            "model": args.model.name if args.model else "demo",
+            "window": args.window,
+            "stride": args.stride,
+            "commit": machine.commit(ROOT),
+            "machine": machine.describe(),
+            "compared_with": next(iter(found)),
+            "variants": figures,
+        }
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

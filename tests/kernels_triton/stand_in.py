@@ -5,6 +5,7 @@ Import this module before any of xylite.kernels_triton: it chooses the interpret
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Literal
 
 if "xylite.kernels_triton.smooth_gemm" not in sys.modules:
@@ -22,9 +23,13 @@ assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
 GIB = 1 << 30
 
 
-def stand_in(kind: Literal["cuda", "npu"], num_cores: int = 3) -> Ops:
+def stand_in(
+    kind: Literal["cuda", "npu"], num_cores: int = 3, tuned: Iterable[tiles.Tiles] = ()
+) -> Ops:
     """The table of a device of this kind, small enough for tests: 16 tokens per block."""
-    services = {"memory": lambda: (GIB, 2 * GIB), "synchronize": lambda: None}
+    services = {
+        "memory": lambda: (GIB, 2 * GIB), "synchronize": lambda: None, "tuned": tuned
+    }  # fmt: skip
     cpu, chip, arch = torch.device("cpu"), tiles.INTERPRETER, "stand-in"
     if kind == "cuda":
         return cuda.assemble(cpu, chip, arch, cores=num_cores, **services)

@@ -92,6 +92,14 @@ def test_tables_of_another_device_or_compiler_are_not_used(tmp_path, device, com
     assert rows == () and reason in why
 
 
+def test_a_tuning_run_is_found_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("XYLITE_CACHE_DIR", str(tmp_path))
+    assert tiles.tuned("sm_90", "H", "c") == ()
+    tiles.save(tiles.tuned_path("sm_90"), [TUNED], "H", "c")
+    assert tiles.tuned("sm_90", "H", "c") == (TUNED,)
+    assert tiles.tuned("sm_90", "H", "another") == () == tiles.tuned("sm_80", "H", "c")
+
+
 def test_a_missing_table_is_no_error(tmp_path):
     rows, why = tiles.load(tmp_path / "t.json", "H", "triton 3.9.0")
     assert rows == () and why.endswith("t.json does not exist")

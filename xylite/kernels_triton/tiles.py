@@ -11,18 +11,22 @@ differently), "sm_80", "sm_90", "interpreter". Meta-Attention's tiles are in att
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from xylite import config
 from xylite.errors import ConfigError
 
 JSON_VERSION: Final = 1
 INTERPRETER: Final = "interpreter"
 HALF: Final = "half"  # bfloat16 and float16
 FLOAT: Final = "float"  # float32
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,18 @@ def save(path: str | os.PathLike[str], rows: Iterable[Tiles], device: str, compi
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)
+
+
+def tuned_path(chip: str) -> Path:
+    """Where the measured table of a chip is kept."""
+    return Path(config.cache_dir()) / "tiles" / f"{chip}.json"
+
+
+def tuned(chip: str, device: str, compiler: str) -> tuple[Tiles, ...]:
+    """Measured rows for this device and compiler, if a tuning run has left any."""
+    rows, reason = load(tuned_path(chip), device, compiler)
+    _log.info("tiles of %s: %s", chip, reason or f"{len(rows)} measured rows")
+    return rows
 
 
 def load(

@@ -1,7 +1,7 @@
 """NVIDIA GPUs from compute capability 8.0: the Triton kernels."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Final
 
@@ -74,13 +74,15 @@ def table(index: int) -> Ops:
     # Triton launches on the current device, whatever device its tensors are on.
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
+    chip = chip_of((properties.major, properties.minor))
     return assemble(
         device,
-        chip_of((properties.major, properties.minor)),
+        chip,
         f"{properties.name} (sm_{properties.major}{properties.minor})",
         cores=properties.multi_processor_count,
         memory=lambda: torch.cuda.mem_get_info(device),
         synchronize=lambda: torch.cuda.synchronize(device),
+        tuned=tiles.tuned(chip, properties.name, f"triton {_version('triton')}"),
     )
 
 
@@ -92,13 +94,17 @@ def assemble(
     cores: int,
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
+    tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
-    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`."""
+    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
+
+    tuned  measured tiles, which win over the built-in ones
+    """
     from xylite.kernels_triton import launch
     from xylite.kernels_triton import table as kernel_table
 
     count = launch.counts(device)
-    target = launch.Target(cores, cores, tiles.for_chip(chip), count)
+    target = launch.Target(cores, cores, tiles.for_chip(chip, tuned), count)
     size = attention_tiles.block_size(chip)
     return dataclasses.replace(
         reference.TABLE,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
@@ -129,14 +129,16 @@ def table(index: int) -> Ops:
         found = _version(name)
         if found is None or _base(found) != wanted:
             log.warning("%s is %s, CANN %s goes with %s", name, found, row.cann, wanted)
+    chip, name = f"910b-{row.generation}", torch_npu.npu.get_device_name(index)
     return assemble(
         torch.device("npu", index),
-        f"910b-{row.generation}",
-        f"{torch_npu.npu.get_device_name(index)} (CANN {row.cann})",
+        chip,
+        f"{name} (CANN {row.cann})",
         cores=properties.cube_core_num,
         vector_cores=properties.vector_core_num,
         memory=lambda: torch_npu.npu.mem_get_info(index),
         synchronize=lambda: torch_npu.npu.synchronize(index),
+        tuned=tiles.tuned(chip, name, f"CANN {row.cann}"),
     )
 
 
@@ -149,13 +151,17 @@ def assemble(
     vector_cores: int,
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
+    tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
-    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`."""
+    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
+
+    tuned  measured tiles, which win over the built-in ones
+    """
     from xylite.kernels_triton import launch
     from xylite.kernels_triton import table as kernel_table
 
     count = launch.counts(device)
-    target = launch.Target(cores, vector_cores, tiles.for_chip(chip), count)
+    target = launch.Target(cores, vector_cores, tiles.for_chip(chip, tuned), count)
     size = attention_tiles.block_size(chip)
     return dataclasses.replace(
         reference.TABLE,

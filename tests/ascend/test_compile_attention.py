@@ -37,9 +37,11 @@ def entries(generation: str) -> Iterator[Case]:
                 yield tasks_case(shape, tiles, tile_q)
         if generation == "1.0.0":
             continue
-        shape = shape_of(head_size, "plain")
-        tiles = tiles_of(chip, shape, int8=True)
-        yield tasks_case(shape, tiles, tiles.tile_q[-1], int8=True)
+        for kind in ("plain", "both"):
+            shape = shape_of(head_size, kind)
+            tiles = tiles_of(chip, shape, int8=True)
+            for tile_q in tiles.tile_q if kind == "both" else tiles.tile_q[-1:]:
+                yield tasks_case(shape, tiles, tile_q, int8=True)
 
 
 def compile_case(case: Case, generation: str) -> Program:

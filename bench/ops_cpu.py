@@ -58,7 +58,9 @@ def best_of(f: Callable[[], Any], budget_s: float, clock: Clock = time.perf_coun
             return least
 
 
-def roofline(ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, clock: Clock) -> tuple[float, float]:
+def roofline(
+    ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, clock: Clock
+) -> tuple[float, float]:
     """(FLOP/s, bytes/s) that the table's own kernels reach at best."""
     w = pack(torch.randn(512, 512).to(dtype))
     x = torch.randn(384, 512)
@@ -68,7 +70,9 @@ def roofline(ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, clock: Cloc
     return flops, weights.weight_bytes(large) / best_of(lambda: ops.linear(one, large), 1.0, clock)
 
 
-def bench_linear(ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, budget_s: float, clock: Clock) -> None:
+def bench_linear(
+    ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, budget_s: float, clock: Clock
+) -> None:
     """Weights rotate through 256 MiB, as a model's do, so that small ones are not found in cache."""
     peak, bandwidth = roofline(ops, pack, dtype, clock)
     print(f"roofline: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
@@ -164,7 +168,9 @@ def bench_model(
     family, spec = models.describe(SMOLLM2)
     params = weights.random_params(spec, family, ops, dtype)
     num_blocks = 32 * 5 + 40
-    kv = layers.make_kv(spec, num_blocks, ops.device.block_size, dtype=dtype, device=torch.device("cpu"))
+    kv = layers.make_kv(
+        spec, num_blocks, ops.device.block_size, dtype=dtype, device=torch.device("cpu")
+    )
     cases = {
         "prefill 512": [(0, 512)],
         "prefill 2048": [(0, 2048)],
@@ -183,7 +189,7 @@ def bench_model(
             family.logits(params, hidden[last], spec, table).argmax(-1)  # noqa: B023
 
         with torch.inference_mode():
-            least = best_of(lambda: step(ops), budget_s, clock)  # noqa: B023
+            least = best_of(lambda: step(ops), budget_s, clock)
             profile: dict[str, float] = {}
             for _ in range(5 if least > 0.1 else 15):
                 spent: dict[str, float] = {}

@@ -23,6 +23,7 @@ TYPES: Final[Mapping[torch.dtype, int]] = {
     torch.bfloat16: T_BF16,
     torch.float16: T_F16,
 }
+_ROW_TYPES: Final = {t: TYPES[t] for t in (torch.float32, torch.bfloat16)}
 ARENA_BYTES: Final = 32 << 20
 HUGE_PAGE: Final = 2 << 20
 GROUP: Final = 64  # weights that share a scale where the choice is ours
@@ -99,6 +100,8 @@ class Packer:
         self.kernels = kernels
         self.kinds = kinds
         self._arena = _Arena(kernels)
+        # A third cheaper than torch.empty, which counts a few hundred times per step.
+        self.empty = {t: torch.empty(0, dtype=t).new_empty for t in _ROW_TYPES}
         # Type of rows that a linear layer reads next. Where every weight of the model rounds its
         # activations to bf16, they are handed over as such: the same numbers, half the traffic.
         self.rows = torch.float32
@@ -194,18 +197,17 @@ class Packer:
         """`ops.Linear` with weight number `expert`."""
         assert w.gated == (act is not None), "a gated weight goes with an activation"
         assert x.shape[-1] == w.k, (x.shape, w.k)
-        if x.dtype not in (torch.float32, torch.bfloat16):
+        if x.dtype not in _ROW_TYPES:
             x = x.float()
-        if not x.is_contiguous():
-            x = x.contiguous()
+        x = x.contiguous()
         bias, residual = plain(bias), plain(residual)
         data = w.data.data_ptr()
         if expert:
             data += expert * (w.data.nbytes // w.experts)
-        dtype = self.rows if w.gated else torch.float32
-        out = torch.empty(x.shape[0], w.n // 2 if w.gated else w.n, dtype=dtype)
+        num_rows, dtype = x.shape[0], self.rows if w.gated else torch.float32
+        out = self.empty[dtype]((num_rows, w.n // 2 if w.gated else w.n))
         rest = (
-            data, w.n, w.k, x.data_ptr(), TYPES[x.dtype], x.shape[0], out.data_ptr(), TYPES[dtype],
+            data, w.n, w.k, x.data_ptr(), _ROW_TYPES[x.dtype], num_rows, out.data_ptr(), _ROW_TYPES[dtype],
             address(bias), address(residual), ACT[act], cap, self._block_kib, self._panel_kib,
         )  # fmt: skip
         if isinstance(w, PackedQuant):
@@ -216,13 +218,15 @@ class Packer:
         return out
 
 
-def address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def plain(x: Tensor | None) -> Tensor | None:
     """As the kernels read it: float32, contiguous."""
-    return None if x is None else x.to(torch.float32).contiguous()
+    if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
+        return x
+    return x.to(torch.float32).contiguous()
 
 
 def _cache_sizes() -> tuple[int, int]:

@@ -28,7 +28,6 @@ from xylite.kernels_cpu.library import (
     K_BF16_DOT,
     K_F16,
     K_F32,
-    AttentionCall,
     Kernels,
 )
 from xylite.kernels_cpu.packed import (
@@ -56,6 +55,7 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE: Final = 64
 BLOCK_MULTIPLE: Final = 32
 TILE_CLASSES: Final = (12, 96)
+MAX_CLASSES: Final = 4  # of attention.cpp
 
 Packed = PackedLinear | PackedQuant
 
@@ -67,6 +67,7 @@ class _Table:
         self.kernels = kernels
         self.kinds = kinds
         self.packer = Packer(kernels, kinds)
+        self._advised: set[int] = set()
         # What the attention kernel multiplies with the keys of a dtype.
         self.q_types = {
             dtype: torch.bfloat16 if kind == K_BF16_DOT else torch.float32
@@ -151,14 +152,16 @@ class _Table:
     ) -> tuple[Tensor, Tensor]:
         if x.dtype not in TYPES or w.dtype == torch.float64:
             return reference.add_rms_norm(x, residual, w, eps)
-        x, w = x.contiguous(), w.to(torch.float32)
-        out = torch.empty(x.shape, dtype=self.packer.rows)
+        x = x.contiguous()
+        w = w if w.dtype is torch.float32 else w.to(torch.float32)
+        rows, shape = self.packer.rows, x.shape
+        out = self.packer.empty[rows](shape)
+        same = residual is None and x.dtype is torch.float32
+        total = x if same else self.packer.empty[torch.float32](shape)
         residual = plain(residual)
-        same = residual is None and x.dtype == torch.float32
-        total = x if same else torch.empty(x.shape)
         self.kernels.add_rms_norm(
-            x.data_ptr(), TYPES[x.dtype], address(residual), w.data_ptr(), eps,
-            None if same else total.data_ptr(), out.data_ptr(), TYPES[self.packer.rows], *x.shape,
+            x.data_ptr(), TYPES[x.dtype], address(residual), w.data_ptr(),
+            0 if same else total.data_ptr(), out.data_ptr(), TYPES[rows], shape[0], shape[1], eps,
         )  # fmt: skip
         return out, total
 
@@ -168,6 +171,13 @@ class _Table:
         """The kernels read this leaf: type, head size and block size suit them."""
         size, dim = kv.k.shape[2:]
         return kv.k.dtype in TYPES and size % BLOCK_MULTIPLE == 0 and dim % 32 == 0
+
+    def _want_huge_pages(self, kv: DenseKV) -> None:
+        """Ask once for huge pages behind a pool: its blocks are read in no order."""
+        if kv.k.data_ptr() not in self._advised:
+            self._advised.add(kv.k.data_ptr())
+            for pool in (kv.k, kv.v):
+                self.kernels.huge_pages(pool.data_ptr(), pool.nbytes)
 
     def qk_norm_rope_append(
         self,
@@ -186,19 +196,19 @@ class _Table:
                 qkv, positions, rope, kv, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
             )
         assert positions.dtype == slots.dtype == torch.int32
+        self._want_huge_pages(kv)
         qkv = qkv.contiguous()
         num_kv, size, dim = kv.k.shape[1:]
         num_tokens = qkv.shape[0]
         num_heads = qkv.shape[1] // dim - 2 * num_kv
-        q = torch.empty(
-            num_kv, num_tokens * (num_heads // num_kv), dim, dtype=self.q_types[kv.k.dtype]
-        )
+        q_type = self.q_types[kv.k.dtype]
+        q = self.packer.empty[q_type]((num_kv, num_tokens * (num_heads // num_kv), dim))
         q_norm, k_norm = plain(q_norm), plain(k_norm)
         self.kernels.rope_append(
             qkv.data_ptr(), positions.data_ptr(), rope.data_ptr(), rope.shape[2],
-            slots.data_ptr(), address(q_norm), address(k_norm), eps,
-            q.data_ptr(), TYPES[q.dtype], kv.k.data_ptr(), kv.v.data_ptr(), TYPES[kv.k.dtype],
-            num_tokens, num_heads, num_kv, dim, size,
+            slots.data_ptr(), address(q_norm), address(k_norm),
+            q.data_ptr(), TYPES[q_type], kv.k.data_ptr(), kv.v.data_ptr(), TYPES[kv.k.dtype],
+            num_tokens, num_heads, num_kv, dim, size, eps,
         )  # fmt: skip
         return q, kv
 
@@ -209,24 +219,25 @@ class _Table:
         num_kv, size, dim = kv.k.shape[1:]
         num_tokens = batch.tokens.shape[0]
         group = q.shape[1] // num_tokens if num_tokens else 1
-        out = torch.empty(num_tokens, num_kv * group * dim, dtype=self.packer.rows)
+        rows = self.packer.rows
+        out = self.packer.empty[rows]((num_tokens, num_kv * group * dim))
         if not num_tokens:
             return out
         lists = batch.tasks[kind.index]
-        call = AttentionCall(
+        classes = len(lists.tasks)
+        none = (0,) * (MAX_CLASSES - classes)
+        self.kernels.attention(
             q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), out.data_ptr(),
             batch.q_start.data_ptr(), batch.kv_len.data_ptr(), batch.num_draft.data_ptr(),
             batch.bias_start.data_ptr(), batch.block_table.data_ptr(),
-            batch.tree_mask.data_ptr(), lists.merges.data_ptr(),
+            batch.tree_mask.data_ptr(), lists.merges.data_ptr(), lists.parts.data_ptr(),
             num_tokens, num_kv, group, size, dim,
             batch.block_table.shape[1], lists.tasks[0].shape[1], lists.merges.shape[1],
-            int(lists.parts[0]), kind.window, TYPES[self.packer.rows], self.kinds[kv.k.dtype],
-            kind.scale, kind.cap, len(lists.tasks), lists.core_start[0].shape[0] - 1,
+            kind.window, TYPES[rows], self.kinds[kv.k.dtype], kind.scale, kind.cap,
+            classes, lists.core_start[0].shape[0] - 1,
+            *[t.data_ptr() for t in lists.tasks], *none,
+            *[t.data_ptr() for t in lists.core_start], *none,
         )  # fmt: skip
-        for i, (tasks, start) in enumerate(zip(lists.tasks, lists.core_start, strict=True)):
-            call.tasks[i] = tasks.data_ptr()
-            call.core_start[i] = start.data_ptr()
-        self.kernels.attention(call)
         return out
 
     def move_slots(self, kv: KVCache, src: Tensor, dst: Tensor) -> KVCache:

@@ -28,9 +28,9 @@ struct AttentionCall {
   void* out;              // [T, H * D]
   const int32_t *q_start, *kv_len, *num_draft, *bias_start, *block_table;
   const uint8_t* tree_mask;
-  const int32_t* merges;
+  const int32_t *merges, *parts;  // parts[0] = number of merges
   int64_t tokens, kv_heads, group, block_size, head_size, table_width;
-  int64_t task_fields, merge_fields, num_merges;
+  int64_t task_fields, merge_fields;
   int64_t window;  // 0 = all
   int64_t out_type, kind;
   double scale, cap;  // cap 0 = off
@@ -62,6 +62,7 @@ struct Attention {
   explicit Attention(const AttentionCall& call)
       : c(call), d(call.head_size), p(call.block_size) {}
 
+  int64_t num_merges() const { return c.parts[0]; }
   // first key that a query at this position sees
   int64_t first_in_window(int64_t position) const {
     return c.window ? std::max<int64_t>(position - c.window + 1, 0) : 0;
@@ -104,12 +105,13 @@ struct Attention {
   struct Work {
     float *scores, *o, *state, *total, *total_state;
     A* prob;
+    Tile next;  // the task after this one, to fetch its first keys; rows = 0: none
   };
   size_t work_bytes(int64_t rows) const {
     return sizeof(float) * size_t(MAX_ROWS * STEP_KEYS * 2 + rows * (2 * d + 2 * STATE)) + 6 * 64;
   }
   Work work(char* m, int64_t rows) const {
-    Work w;
+    Work w{};
     auto take = [&m](int64_t n) {
       float* f = reinterpret_cast<float*>(m);
       m += (n * int64_t(sizeof(float)) + 63) / 64 * 64;
@@ -129,18 +131,27 @@ struct Attention {
     return static_cast<const B*>(base) + (b * c.kv_heads + t.head) * p * d;
   }
 
+  // What to fetch while key + j is worked on: as much as that a step later, or of the next task.
+  const B* later(const void* base, const Tile& t, const Work& w, int64_t key, int64_t j,
+                 const B* nothing) const {
+    const int64_t next = key + j + STEP_KEYS;
+    if (next < t.end_key) return block(base, t, next) + next % p * d;
+    const int64_t first = w.next.first_key / STEP_KEYS * STEP_KEYS + j;
+    if (w.next.rows && first < w.next.end_key) return block(base, w.next, first) + first % p * d;
+    return nothing;
+  }
+
   // Scores of `count` rows from row r0 against keys [key, key + keys): masked, in w.scores.
   void score(const Tile& t, const Work& w, int64_t r0, int count, int64_t key, int64_t keys) const {
     const A* q = static_cast<const A*>(c.q) +
                  ((t.head * c.tokens + c.q_start[t.seq]) * c.group + t.q_row + r0) * d;
     for (int64_t j = 0; j < keys;) {
       const B* tile = block(c.k, t, key + j) + (key + j) % p * T::LANE;
-      const B* v = block(c.v, t, key + j) + (key + j) % p * d;  // needed next
       const bool wide = count <= MAX_ROWS / 2 && keys - j >= 2 * COLS && p % (2 * COLS) == 0;
       const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
       const int columns = wide ? 2 * COLS : COLS;
       f(q, d, tile, p * T::LANE, w.scores + j, STEP_KEYS, d / T::STEP, false,
-        Ahead{v, columns * T::STEP * ptrdiff_t(sizeof(B))});
+        Ahead{later(c.k, t, w, key, j, tile), columns * T::STEP * ptrdiff_t(sizeof(B))});
       j += columns;
     }
     const float scale = float(c.scale), cap = float(c.cap);
@@ -177,17 +188,20 @@ struct Attention {
   // here, unless the soft cap did it.
   void soften(const Work& w, int64_t r0, int count, int64_t keys) const {
     const float scale = c.cap != 0.0 ? 1.0f : float(c.scale);
+    // Two passes, so that the maxima of neighbouring rows are in flight together.
+    float most[MAX_ROWS];
+    for (int r = 0; r < count; r++) {
+      const float* s = w.scores + r * STEP_KEYS;
+      vf top = loadf(s);
+      for (int64_t j = W; j < keys; j += W) top = vmax(top, loadf(s + j));
+      most[r] = max_of(top) * scale;
+    }
     for (int r = 0; r < count; r++) {
       const float* s = w.scores + r * STEP_KEYS;
       A* prob = w.prob + r * STEP_KEYS;
       float* state = w.state + (r0 + r) * STATE;
-      vf top = loadf(s);
-      for (int64_t j = W; j < keys; j += W) top = vmax(top, loadf(s + j));
       const float old = state[W];
-      const float most = max_of(top) * scale;
-      const float m = most > old ? most : old;
-      // nothing seen yet (-inf): every weight is 0, and NaN scores stay NaN
-      const vf shift = set(m == -INFINITY ? 0.0f : -m);
+      const float m = most[r] > old ? most[r] : old;
       vf l = loadf(state);
       if (m > old) {
         const float keep = vexp_nonpositive(set(old - m))[0];
@@ -196,6 +210,9 @@ struct Attention {
         float* o = w.o + (r0 + r) * d;
         for (int64_t i = 0; i < d; i += W) storef(o + i, loadf(o + i) * keep);
       }
+      // nothing seen yet (-inf): every weight is 0, and NaN scores stay NaN
+      const vf shift = set(m == -INFINITY ? 0.0f : -m);
+#pragma GCC unroll 2
       for (int64_t j = 0; j < keys; j += W) {
         const vf e = vexp_nonpositive(fma(loadf(s + j), set(scale), shift));
         l = l + e;
@@ -213,15 +230,13 @@ struct Attention {
       const int64_t in_block = p - (key + j) % p;
       const int64_t n = in_block < keys - j ? in_block : keys - j;
       const B* tile = block(c.v, t, key + j) + (key + j) % p * d;
-      // needed next: the keys of the next step, a share by each column block
-      const int64_t next = key + j + STEP_KEYS;
-      const B* k = next < t.kv_len ? block(c.k, t, next) : tile;
+      const B* v = later(c.v, t, w, key, j, tile);
       const bool wide = count <= MAX_ROWS / 2 && d % (2 * COLS) == 0;
       const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
       const int columns = wide ? 2 * COLS : COLS;
       for (int64_t i = 0; i < d; i += columns)
         f(w.prob + j, STEP_KEYS, tile + i * T::LANE, d * T::LANE, w.o + r0 * d + i, d,
-          n / T::STEP, true, Ahead{k + i * n, columns * T::STEP * ptrdiff_t(sizeof(B))});
+          n / T::STEP, true, Ahead{v + i * n, columns * T::STEP * ptrdiff_t(sizeof(B))});
       j += n;
     }
   }
@@ -319,7 +334,7 @@ struct Attention {
   }
 
   int64_t merge_of(const int32_t* f) const {  // merges are ordered by their first part
-    int64_t low = 0, high = c.num_merges - 1;
+    int64_t low = 0, high = num_merges() - 1;
     while (low < high) {
       const int64_t mid = (low + high + 1) / 2;
       if (c.merges[mid * c.merge_fields + M_PART] <= f[PART])
@@ -343,7 +358,7 @@ struct Attention {
         if (c.tasks[i][t * c.task_fields + NUM_ROWS] > rows) rows = c.tasks[i][t * c.task_fields + NUM_ROWS];
     }
     int64_t count = 0;
-    for (int64_t i = 0; i < c.num_merges; i++) {
+    for (int64_t i = 0; i < num_merges(); i++) {
       const Tile t = merge_tile(i);
       const int64_t first = t.first_key / SEGMENT_KEYS;
       partials.push_back({count, first, segment_of(t.end_key) - first});
@@ -366,20 +381,24 @@ struct Attention {
         [](void* context, int thread) {
           Job& j = *static_cast<Job*>(context);
           const AttentionCall& c = j.self->c;
-          const Work w = j.self->work(
+          Work w = j.self->work(
               static_cast<char*>(j.pool->scratch(thread, j.self->work_bytes(j.rows))), j.rows);
           for (int64_t k = 0; k < c.cores; k++) {
             const int64_t core = (thread + k) % c.cores;
             for (int64_t i = c.classes - 1; i >= 0; i--) {
               const int32_t* start = c.core_start[i] + core;
-              for (int64_t n; (n = start[0] + (*j.next)[size_t(i * c.cores + core)]++) < start[1];)
-                j.self->run_task(c.tasks[i] + n * c.task_fields, w);
+              for (int64_t n; (n = start[0] + (*j.next)[size_t(i * c.cores + core)]++) < start[1];) {
+                const int32_t* task = c.tasks[i] + n * c.task_fields;
+                w.next.rows = 0;
+                if (n + 1 < start[1]) w.next = j.self->tile_of(task + c.task_fields);
+                j.self->run_task(task, w);
+              }
             }
           }
         },
         &job, total <= 1);
 
-    if (count) pool.each(c.num_merges, [&](int64_t i, int thread) {
+    if (count) pool.each(num_merges(), [&](int64_t i, int thread) {
       if (partials[size_t(i)].segments == 1) return;
       const Tile t = merge_tile(i);
       const Work w = work(static_cast<char*>(pool.scratch(thread, work_bytes(rows))), rows);

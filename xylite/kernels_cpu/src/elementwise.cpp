@@ -88,10 +88,21 @@ static void put_v(const TileLayout& at, const float* x, const float* next, void*
 using namespace xl;
 
 // total = x + residual, out = total / rms(total) * w; all [rows, n]. Both null: total is x, float32.
-XL_API int xl_add_rms_norm(Pool* pool, const void* x, int x_type, const float* residual,
-                           const float* w, float eps, float* total, void* out, int out_type,
-                           int64_t rows, int64_t n) {
+struct NormCall {
+  int64_t x, x_type, residual, w, total, out, out_type, rows, n;
+  double eps;
+};
+
+XL_API int xl_add_rms_norm(Pool* pool, const NormCall* call) {
   return guarded(pool, [&] {
+    const void* x = address(call->x);
+    const auto* residual = static_cast<const float*>(address(call->residual));
+    const auto* w = static_cast<const float*>(address(call->w));
+    auto* total = static_cast<float*>(writable(call->total));
+    void* out = writable(call->out);
+    const int x_type = int(call->x_type), out_type = int(call->out_type);
+    const int64_t rows = call->rows, n = call->n;
+    const float eps = float(call->eps);
     const int64_t chunk = 8;
     pool->each((rows + chunk - 1) / chunk, [&](int64_t u, int) {
       for (int64_t r = u * chunk; r < rows && r < (u + 1) * chunk; r++) {
@@ -120,12 +131,25 @@ XL_API int xl_add_rms_norm(Pool* pool, const void* x, int x_type, const float* r
 
 // qkv [tokens, (H + 2 G) D] float32; q out [G, tokens * group, D]; k and v into their KV tiles.
 // slots outside the pool (negative) store nothing.
-XL_API int xl_rope_append(Pool* pool, const float* qkv, const int32_t* positions, const float* rope,
-                          int64_t half, const int32_t* slots, const float* q_norm,
-                          const float* k_norm, float eps, void* q, int q_type, void* k, void* v,
-                          int kv_type, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
-                          int64_t p) {
+struct RopeCall {
+  int64_t qkv, positions, rope, half, slots, q_norm, k_norm, q, q_type, k, v, kv_type;
+  int64_t tokens, heads, kv_heads, d, p;
+  double eps;
+};
+
+XL_API int xl_rope_append(Pool* pool, const RopeCall* call) {
   return guarded(pool, [&] {
+    const auto* qkv = static_cast<const float*>(address(call->qkv));
+    const auto* positions = static_cast<const int32_t*>(address(call->positions));
+    const auto* rope = static_cast<const float*>(address(call->rope));
+    const auto* slots = static_cast<const int32_t*>(address(call->slots));
+    const auto* q_norm = static_cast<const float*>(address(call->q_norm));
+    const auto* k_norm = static_cast<const float*>(address(call->k_norm));
+    void *q = writable(call->q), *k = writable(call->k), *v = writable(call->v);
+    const int q_type = int(call->q_type), kv_type = int(call->kv_type);
+    const int64_t tokens = call->tokens, heads = call->heads, kv_heads = call->kv_heads;
+    const int64_t d = call->d, p = call->p, half = call->half;
+    const float eps = float(call->eps);
     const int64_t group = heads / kv_heads;
     const TileLayout at{d, p, kv_type == T_BF16 ? 2 : 1};
     const int64_t chunk = 16, width = (heads + 2 * kv_heads) * d;

@@ -144,25 +144,31 @@ XL_API int xl_gather(Pool* pool, int type, const void* w, int64_t n, int64_t k,
   });
 }
 
-XL_API int xl_linear(Pool* pool, int kind, const void* w, int64_t n, int64_t k, const void* x,
-                         int x_type, int64_t m, void* out, int out_type, const float* bias,
-                         const float* residual, int act, float cap, int block_kib, int panel_kib) {
+struct LinearCall {
+  int64_t kind, w, n, k;
+  ProductCall product;
+};
+
+XL_API int xl_linear(Pool* pool, const LinearCall* call) {
   return guarded(pool, [&] {
-    if (m == 0 || n == 0) return;
-    const Epilogue e{out, out_type, act ? n / 2 : n, bias, residual, act, cap};
-    const Weights weights{w, n, k};
-    const Tuning tune{MAX_ROWS, block_kib * 1024LL, panel_kib * 1024LL};
-    const int64_t panels = panels_of(n, act != ACT_NONE);
-    switch (kind) {
+    const ProductCall& p = call->product;
+    if (p.m == 0 || call->n == 0) return;
+    const Epilogue e = p.epilogue(call->n);
+    const Weights weights{address(call->w), call->n, call->k};
+    const Tuning tune{MAX_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
+    const int64_t panels = panels_of(call->n, p.act != ACT_NONE);
+    const void* x = address(p.x);
+    const int x_type = int(p.x_type);
+    switch (call->kind) {
       case K_F32:
-        return multiply<F32>(*pool, weights, x, x_type, m, e, panels, tune);
+        return multiply<F32>(*pool, weights, x, x_type, p.m, e, panels, tune);
       case K_F16:
-        return multiply<F16>(*pool, weights, x, x_type, m, e, panels, tune);
+        return multiply<F16>(*pool, weights, x, x_type, p.m, e, panels, tune);
       case K_BF16:
-        return multiply<BF16>(*pool, weights, x, x_type, m, e, panels, tune);
+        return multiply<BF16>(*pool, weights, x, x_type, p.m, e, panels, tune);
 #if defined(__AVX512BF16__)
       case K_BF16_DOT:
-        return multiply<BF16Dot>(*pool, weights, x, x_type, m, e, panels, tune);
+        return multiply<BF16Dot>(*pool, weights, x, x_type, p.m, e, panels, tune);
 #endif
       default:
         throw Unsupported();

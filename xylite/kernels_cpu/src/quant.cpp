@@ -359,16 +359,19 @@ XL_API int xl_quant_gather(Pool* pool, int bits, int64_t group, int has_min, int
   });
 }
 
-XL_API int xl_quant_linear(Pool* pool, int bits, int64_t group, int has_min, int zero,
-                           const char* w, int64_t n, int64_t k, const void* x, int x_type,
-                           int64_t m, void* out, int out_type, const float* bias,
-                           const float* residual, int act, float cap, int block_kib,
-                           int panel_kib) {
+struct QuantLinearCall {
+  int64_t bits, group, has_min, zero, w, n, k;
+  ProductCall product;
+};
+
+XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
   return guarded(pool, [&] {
-    if (m == 0 || n == 0) return;
-    const Epilogue e{out, out_type, act ? n / 2 : n, bias, residual, act, cap};
-    const Tuning tune{QUANT_ROWS, block_kib * 1024LL, panel_kib * 1024LL};
-    quant_linear(*pool, format_of(bits, group, has_min, zero), w, k, x, x_type, m, e,
-                 panels_of(n, act != ACT_NONE), tune);
+    const ProductCall& p = call->product;
+    if (p.m == 0 || call->n == 0) return;
+    const Tuning tune{QUANT_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
+    const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero)};
+    quant_linear(*pool, f, static_cast<const char*>(address(call->w)), call->k, address(p.x),
+                 int(p.x_type), p.m, p.epilogue(call->n), panels_of(call->n, p.act != ACT_NONE),
+                 tune);
   });
 }

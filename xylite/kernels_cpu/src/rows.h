@@ -103,4 +103,20 @@ struct Epilogue {
   static vf some(const float* p, int n) { return n == W ? loadf(p) : load_some(p, 0, T_F32, n); }
 };
 
+static inline const void* address(int64_t p) { return reinterpret_cast<const void*>(p); }
+static inline void* writable(int64_t p) { return reinterpret_cast<void*>(p); }
+
+// What all products have in common, as the caller packs it.
+struct ProductCall {
+  int64_t x, x_type, m, out, out_type, bias, residual, act;
+  double cap;
+  int64_t block_kib, panel_kib;
+
+  Epilogue epilogue(int64_t n) const {
+    return Epilogue{writable(out), int(out_type), act ? n / 2 : n,
+                    static_cast<const float*>(address(bias)),
+                    static_cast<const float*>(address(residual)), int(act), float(cap)};
+  }
+};
+
 }  // namespace xl

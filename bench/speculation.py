@@ -75,10 +75,9 @@ async def prompts_of(engine: TextEngine, workload: str, number: int) -> list[lis
 
 
 async def measure(
-    engine: TextEngine, prompts: Sequence[list[int]], concurrency: int, max_tokens: int
+    engine: TextEngine, prompts: Sequence[list[int]], concurrency: int, params: SamplingParams
 ) -> Measured:
     """Answer all prompts, `concurrency` at a time."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     room = asyncio.Semaphore(concurrency)
     decode_seconds = 0.0
     num_tokens = 0
@@ -166,13 +165,20 @@ async def compare(args: argparse.Namespace) -> list[Row]:
     ):
         for concurrency in args.concurrency:
             for workload in args.workloads:
+                # Greedy continuations of random tokens soon repeat themselves: not random at all.
+                params = SamplingParams(
+                    temperature=1.0 if workload == "random" else 0.0,
+                    seed=1,
+                    max_tokens=args.max_tokens,
+                    ignore_eos=True,
+                )
                 number = args.num_prompts or max(2 * concurrency, 8)
                 prompts = await prompts_of(plain, workload, number)
                 results: tuple[list[Measured], list[Measured]] = ([], [])
                 for i in range(args.rounds + 1):
                     for k in (0, 1) if i % 2 else (1, 0):
                         engine = (plain, drafting)[k]
-                        got = await measure(engine, prompts, concurrency, args.max_tokens)
+                        got = await measure(engine, prompts, concurrency, params)
                         if i:  # the first round only warms up
                             results[k].append(got)
                 rows.append(row_of(workload, concurrency, *results))

@@ -100,6 +100,30 @@ def test_a_beginning_that_was_seen_before_is_not_computed_again():
         assert first == (42 if name == "a" else 1), first
 
 
+def test_what_was_drafted_in_vain_leaves_no_trace():
+    rng = random.Random(4)
+    drafter = make(0)
+    seq = run_sequence([5, 9, 2, 7])
+    for _ in range(12):
+        (got,) = drafter.propose([(seq, rng.randint(1, 4))])
+        (fresh,) = make(0).propose([(seq, len(got))])
+        assert got == fresh
+        right = got.tokens[: rng.randint(0, len(got))]
+        seq.tokens += [*right, rng.randrange(V)]
+
+
+def test_a_sequence_that_found_no_blocks_drafts_as_well_once_there_are():
+    drafter = make(0, num_blocks=7)
+    early, other = run_sequence([1, 2, 3, 4, 5, 6]), run_sequence(list(range(30, 45)))
+    late = run_sequence([1, 2, 3, 4, 5, 6] + list(range(20, 34)))
+    drafter.propose([(early, 1)])
+    drafter.forget(early)
+    other_draft, none = drafter.propose([(other, 1), (late, 1)])
+    assert other_draft is not None and none is None
+    drafter.forget(other)
+    assert drafter.propose([(late, 1)]) == make(0).propose([(late, 1)])
+
+
 def test_blocks_and_rows_come_back_and_stay_whole():
     drafter = make(0, num_blocks=64)
 
@@ -109,7 +133,7 @@ def test_blocks_and_rows_come_back_and_stay_whole():
     run(many(8, temperature=0.9), drafter, after_step=check)
     drafter.propose([])
     assert not drafter._shadows and len(drafter._rows) == 8
-    assert drafter.blocks.num_free == 64
+    assert drafter.blocks.num_free == 64 and not drafter.blocks._pending
     drafter.blocks.check([])
 
 
@@ -122,7 +146,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_context():
 
 
 def run_sequence(prompt):
-    return Sequence(request("r", prompt, max_tokens=1), 0, 0.0)
+    return Sequence(request("r", prompt, max_tokens=1, temperature=0.0), 0, 0.0)
 
 
 def test_a_draft_ends_with_an_end_token():

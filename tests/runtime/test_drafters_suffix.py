@@ -94,6 +94,12 @@ def test_shares_count_what_followed():
     assert automaton.following(state) == [(0.75, 3), (0.25, 4)]
 
 
+def test_shares_survive_when_a_shorter_end_is_found_elsewhere():
+    automaton = learnt([1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 2, 4])
+    assert automaton.following(automaton.step(0, 0, 2)[0]) == [(0.75, 3), (0.25, 4)]
+    assert automaton.following(place(automaton, 1, 2)) == [(1.0, 3)]
+
+
 def test_only_the_likeliest_continuations_are_considered():
     automaton = learnt(*[[1, 2, t] for t in (3, 4, 5, 6, 6, 5, 5)])
     state, _ = automaton.step(*automaton.step(0, 0, 1), 2)

@@ -5,7 +5,7 @@ Import this module before any of xylite.kernels_triton: it chooses the interpret
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 if "xylite.kernels_triton.smooth_gemm" not in sys.modules:
@@ -24,12 +24,21 @@ GIB = 1 << 30
 
 
 def stand_in(
-    kind: Literal["cuda", "npu"], num_cores: int = 3, tuned: Iterable[tiles.Tiles] = ()
+    kind: Literal["cuda", "npu"],
+    num_cores: int = 3,
+    tuned: Iterable[tiles.Tiles] = (),
+    capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
 ) -> Ops:
-    """The table of a device of this kind, small enough for tests: 16 tokens per block."""
+    """The table of a device of this kind, small enough for tests: 16 tokens per block.
+
+    capture  None = no graphs; `lambda run: run` is a graph whose replay runs the pass again
+    """
     services = {
-        "memory": lambda: (GIB, 2 * GIB), "synchronize": lambda: None, "tuned": tuned
-    }  # fmt: skip
+        "memory": lambda: (GIB, 2 * GIB),
+        "synchronize": lambda: None,
+        "capture": capture,
+        "tuned": tuned,
+    }
     cpu, chip, arch = torch.device("cpu"), tiles.INTERPRETER, "stand-in"
     if kind == "cuda":
         return cuda.assemble(cpu, chip, arch, cores=num_cores, **services)

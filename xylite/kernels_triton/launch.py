@@ -4,7 +4,8 @@ Every function takes a `Target` first; the device tables bind it. No launch depe
 that changes between iterations: row counts are device integers at fixed addresses.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +38,35 @@ class KV(Protocol):
 Leaf = TypeVar("Leaf", bound=KV)
 
 
+class Counts:
+    """n -> a device integer that holds n, without an upload: a view into a table of all of them.
+
+    Entries lie 16 bytes apart, because Triton compiles anew for pointers of another alignment.
+    While a recording is made (see graphs.py), every count is the one integer it is `telling`.
+    """
+
+    def __init__(self, device: torch.device):
+        self._table = torch.zeros(MAX_COUNT + 1, 4, dtype=torch.int32, device=device)
+        self._table[:, 0] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
+        self._told: Tensor | None = None
+
+    def __call__(self, n: int) -> Tensor:
+        if self._told is not None:
+            return self._told
+        if n > MAX_COUNT:
+            raise ConfigError(f"an iteration of {n} rows is more than the limit of {MAX_COUNT}")
+        return self._table[n, :1]
+
+    @contextlib.contextmanager
+    def telling(self, rows: Tensor) -> Iterator[None]:
+        """Launches are for as many rows as `rows` [1] int32 says whenever they run."""
+        self._told = rows
+        try:
+            yield
+        finally:
+            self._told = None
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What kernels are launched on.
@@ -50,23 +80,7 @@ class Target:
     cores: int
     vector_cores: int
     tiles: TileTable
-    count: Callable[[int], Tensor]
-
-
-def counts(device: torch.device) -> Callable[[int], Tensor]:
-    """n -> a device integer that holds n, without an upload: a view into a table of all of them.
-
-    Entries lie 16 bytes apart, because Triton compiles anew for pointers of another alignment.
-    """
-    table = torch.zeros(MAX_COUNT + 1, 4, dtype=torch.int32, device=device)
-    table[:, 0] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
-
-    def count(n: int) -> Tensor:
-        if n > MAX_COUNT:
-            raise ConfigError(f"an iteration of {n} rows is more than the limit of {MAX_COUNT}")
-        return table[n, :1]
-
-    return count
+    count: Counts
 
 
 def power_of_two(n: int) -> int:

@@ -1,6 +1,7 @@
 """The functions of a device table: the launches bound to a target, and what layers share."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -11,6 +12,7 @@ from torch import Tensor
 from xylite.kernels_triton import attention, launch, weights
 from xylite.kernels_triton.attention import Parts
 from xylite.kernels_triton.attention_tiles import AttentionTiles, attention_tiles
+from xylite.kernels_triton.graphs import Graphs, Run
 from xylite.kernels_triton.launch import Target
 
 # Of runtime/task_table.max_part_rows: a task is cut at a quarter of the mean core load, and a cut
@@ -33,6 +35,7 @@ class _Attention:
     def __init__(self, target: Target):
         self._target = target
         self._parts: dict[int, Parts] = {}
+        self._outgrown: list[Parts] = []  # recordings may still write there
         self._iteration = _Iteration(None, {}, {})
 
     def __call__(self, q: Tensor, kv: Any, batch: Any, kind: Any) -> Tensor:
@@ -79,6 +82,8 @@ class _Attention:
             most = min(most, PARTS_PER_CORE * self._target.cores * sum(tasks.tile_q))
         needed = most if tasks.merges.shape[0] else 1
         if dim not in self._parts or self._parts[dim].acc.shape[0] < needed:
+            if dim in self._parts:
+                self._outgrown.append(self._parts[dim])
             self._parts[dim] = attention.make_parts(needed, dim, tasks.merges.device)
         return self._parts[dim]
 
@@ -106,9 +111,10 @@ class _Attention:
         return tree
 
 
-def functions(target: Target) -> dict[str, Any]:
-    """The fields of an Ops table that have kernels."""
+def functions(target: Target, capture: Callable[[Run], Run] | None = None) -> dict[str, Any]:
+    """The fields of an Ops table that have kernels; `capture` as `graphs.Graphs` wants it."""
     return {
+        "replayed": Graphs(target.count, capture) if capture else None,
         "pack_linear": weights.pack,
         "packers": weights.packers(),
         "embed": partial(launch.embed, target),

@@ -231,6 +231,8 @@ class Ops:
     copy_blocks(kv, src, dst)     -> the same for whole blocks
     zero_blocks(kv, blocks)       -> the cache with these blocks cleared
     all_reduce(x)                 -> sum over ranks
+    replayed(forward, kv, batch)  -> forward(kv, batch), perhaps as a replay of an earlier call's
+                                  recording; the same pass at every call. None: nothing to gain
     packers                       quantised formats that a weight can be packed in, by name; each
                                   is called as pack_linear is, and `linear` takes its leaf
     """
@@ -252,6 +254,7 @@ class Ops:
     copy_blocks: Callable[[KVCache, Tensor, Tensor], KVCache]
     zero_blocks: Callable[[KVCache, Tensor], KVCache]
     all_reduce: Callable[[Tensor], Tensor]
+    replayed: Callable[[Callable[..., Any], KVCache, Batch], tuple[Tensor, KVCache]] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -82,8 +83,25 @@ def table(index: int) -> Ops:
         cores=properties.multi_processor_count,
         memory=lambda: torch.cuda.mem_get_info(device),
         synchronize=lambda: torch.cuda.synchronize(device),
+        capture=partial(_capture, device, torch.cuda.graph_pool_handle()),
         tuned=tiles.tuned(chip, properties.name, f"triton {_version('triton')}"),
     )
+
+
+def _capture(device: torch.device, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
+    """Record what `run` submits as a CUDA graph; it runs once before, to compile its kernels.
+
+    pool  memory that all graphs share: none needs another's results
+    """
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph.replay
 
 
 def assemble(
@@ -94,16 +112,18 @@ def assemble(
     cores: int,
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
+    capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
     """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
 
-    tuned  measured tiles, which win over the built-in ones
+    capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
+    tuned    measured tiles, which win over the built-in ones
     """
     from xylite.kernels_triton import launch
     from xylite.kernels_triton import table as kernel_table
 
-    count = launch.counts(device)
+    count = launch.Counts(device)
     target = launch.Target(cores, cores, tiles.for_chip(chip, tuned), count)
     size = attention_tiles.block_size(chip)
     return dataclasses.replace(
@@ -125,5 +145,5 @@ def assemble(
                 ).tile_q
             ),
         ),
-        **kernel_table.functions(target),
+        **kernel_table.functions(target, capture),
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import metadata
 from typing import Any, Final, NamedTuple
 
@@ -138,8 +139,25 @@ def table(index: int) -> Ops:
         vector_cores=properties.vector_core_num,
         memory=lambda: torch_npu.npu.mem_get_info(index),
         synchronize=lambda: torch_npu.npu.synchronize(index),
+        capture=partial(_capture, torch_npu, torch_npu.npu.graph_pool_handle()),
         tuned=tiles.tuned(chip, name, f"CANN {row.cann}"),
     )
+
+
+def _capture(torch_npu: Any, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
+    """Record what `run` submits as an NPU graph; it runs once before, to compile its kernels.
+
+    pool  memory that all graphs share: none needs another's results
+    """
+    side, main = torch_npu.npu.Stream(), torch_npu.npu.current_stream()
+    side.wait_stream(main)
+    with torch_npu.npu.stream(side):
+        run()
+    main.wait_stream(side)
+    graph = torch_npu.npu.NPUGraph()
+    with torch_npu.npu.graph(graph, pool=pool):
+        run()
+    return graph.replay
 
 
 def assemble(
@@ -151,16 +169,18 @@ def assemble(
     vector_cores: int,
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
+    capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
     """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
 
-    tuned  measured tiles, which win over the built-in ones
+    capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
+    tuned    measured tiles, which win over the built-in ones
     """
     from xylite.kernels_triton import launch
     from xylite.kernels_triton import table as kernel_table
 
-    count = launch.counts(device)
+    count = launch.Counts(device)
     target = launch.Target(cores, vector_cores, tiles.for_chip(chip, tuned), count)
     size = attention_tiles.block_size(chip)
     return dataclasses.replace(
@@ -182,5 +202,5 @@ def assemble(
                 ).tile_q
             ),
         ),
-        **kernel_table.functions(target),
+        **kernel_table.functions(target, capture),
     )

@@ -78,9 +78,16 @@ class Executor:
         if len(step.reset.rows):
             self._reset(step.reset)
         batch = self._batch(step)
-        family, spec = self.model.family, self.model.spec
-        hidden, self.kv = family.forward(self.model.params, self.kv, batch, spec, ops)
+        if ops.replayed is None:
+            hidden, self.kv = self._pass(self.kv, batch)
+        else:
+            hidden, self.kv = ops.replayed(self._pass, self.kv, batch)
         return Forwarded(step, batch, hidden)
+
+    def _pass(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        """The model's forward pass: nothing in it depends on anything but its arguments."""
+        model = self.model
+        return model.family.forward(model.params, kv, batch, model.spec, self.ops)
 
     def sample(self, forwarded: Forwarded, mask: np.ndarray | None = None) -> StepResult:
         """Draw, verify and score; mask [num_mask_rows, ceil(V / 32)] int32 of allowed tokens."""

@@ -109,7 +109,7 @@ def test_what_was_drafted_in_vain_leaves_no_trace():
         (fresh,) = make(0).propose([(seq, len(got))])
         assert got == fresh
         right = got.tokens[: rng.randint(0, len(got))]
-        seq.tokens += [*right, rng.randrange(V)]
+        seq.tokens += [*right, *(rng.randrange(V) for _ in range(rng.randint(1, 3)))]
 
 
 def test_a_sequence_that_found_no_blocks_drafts_as_well_once_there_are():

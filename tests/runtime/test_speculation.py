@@ -180,6 +180,14 @@ async def test_a_slow_draft_model_is_left_alone_and_a_fast_one_used():
         assert rate > 0.95 / memory_bound(1)
 
 
+async def test_a_draft_model_that_was_slow_once_is_tried_again():
+    world = World(1, memory_bound, 0.6, Always(on_device=True), 0.9)
+    await world.run(100)
+    world.draft_seconds = 0.05
+    await world.run(FRESH_STEPS)
+    assert await world.run(200) > 1.3 / memory_bound(1)
+
+
 async def test_nothing_is_drafted_before_the_plain_step_was_measured():
     world = World(1, memory_bound, 0.9)
     for _ in range(MIN_SAMPLES):

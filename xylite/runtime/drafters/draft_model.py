@@ -156,9 +156,7 @@ class DraftModel:
             ends = num == seq.remaining
             end = seq.num_planned + num
             if not self._reserve(shadow, end + n - 1 if ends else end):
-                if copy is not None:
-                    seq.num_planned -= copy.num
-                continue
+                continue  # `sync` takes back what was matched, and it is computed instead
             if copy is not None:
                 plan.copies.append(copy)
             left -= num

@@ -75,9 +75,16 @@ async def prompts_of(engine: TextEngine, workload: str, number: int) -> list[lis
 
 
 async def measure(
-    engine: TextEngine, prompts: Sequence[list[int]], concurrency: int, params: SamplingParams
+    engine: TextEngine,
+    prompts: Sequence[list[int]],
+    concurrency: int,
+    params: SamplingParams,
+    salt: str,
 ) -> Measured:
-    """Answer all prompts, `concurrency` at a time."""
+    """Answer all prompts, `concurrency` at a time.
+
+    salt  keeps rounds apart: a drafter must not know the answers from an earlier one
+    """
     room = asyncio.Semaphore(concurrency)
     decode_seconds = 0.0
     num_tokens = 0
@@ -86,7 +93,7 @@ async def measure(
         nonlocal decode_seconds, num_tokens
         async with room:
             first = last = 0.0
-            async for event in engine.generate(prompt, params):
+            async for event in engine.generate(prompt, params, cache_salt=salt):
                 if event.error is not None:
                     raise event.error
                 last = time.perf_counter()
@@ -178,7 +185,8 @@ async def compare(args: argparse.Namespace) -> list[Row]:
                 for i in range(args.rounds + 1):
                     for k in (0, 1) if i % 2 else (1, 0):
                         engine = (plain, drafting)[k]
-                        got = await measure(engine, prompts, concurrency, params)
+                        salt = f"{workload} {concurrency} {i}"
+                        got = await measure(engine, prompts, concurrency, params, salt)
                         if i:  # the first round only warms up
                             results[k].append(got)
                 rows.append(row_of(workload, concurrency, *results))

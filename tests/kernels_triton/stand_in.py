@@ -31,12 +31,14 @@ def stand_in(
 ) -> Ops:
     """The table of a device of this kind, small enough for tests: 16 tokens per block.
 
-    capture  None = no graphs; `lambda run: run` is a graph whose replay runs the pass again
+    capture  None = no graphs; `lambda run: run` is a graph whose replay runs the pass again;
+             there are recordings for up to 4 and up to 24 tokens
     """
     services = {
         "memory": lambda: (GIB, 2 * GIB),
         "synchronize": lambda: None,
         "capture": capture,
+        "buckets": (4, 24),
         "tuned": tuned,
     }
     cpu, chip, arch = torch.device("cpu"), tiles.INTERPRETER, "stand-in"

@@ -1,7 +1,7 @@
 """The functions of a device table: the launches bound to a target, and what layers share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from xylite.kernels_triton import attention, launch, weights
+from xylite.kernels_triton import attention, graphs, launch, weights
 from xylite.kernels_triton.attention import Parts
 from xylite.kernels_triton.attention_tiles import AttentionTiles, attention_tiles
-from xylite.kernels_triton.graphs import Graphs, Run
+from xylite.kernels_triton.graphs import Run
 from xylite.kernels_triton.launch import Target
 
 # Of runtime/task_table.max_part_rows: a task is cut at a quarter of the mean core load, and a cut
@@ -111,10 +111,18 @@ class _Attention:
         return tree
 
 
-def functions(target: Target, capture: Callable[[Run], Run] | None = None) -> dict[str, Any]:
-    """The fields of an Ops table that have kernels; `capture` as `graphs.Graphs` wants it."""
+def functions(
+    target: Target,
+    capture: Callable[[Run], Run] | None = None,
+    buckets: Sequence[int] = graphs.BUCKETS,
+) -> dict[str, Any]:
+    """The fields of an Ops table that have kernels; capture and buckets as `graphs.Graphs` wants
+    them. Without `capture` every pass is launched."""
+    recorded = graphs.Graphs(target.count, capture, buckets) if capture else None
     return {
-        "replayed": Graphs(target.count, capture) if capture else None,
+        "replayed": recorded,
+        # One size more, for the passes that are too large to be recorded.
+        "warm_up": (*buckets, 2 * buckets[-1]) if recorded else (),
         "pack_linear": weights.pack,
         "packers": weights.packers(),
         "embed": partial(launch.embed, target),

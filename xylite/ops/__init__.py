@@ -233,6 +233,8 @@ class Ops:
     all_reduce(x)                 -> sum over ranks
     replayed(forward, kv, batch)  -> forward(kv, batch), perhaps as a replay of an earlier call's
                                   recording; the same pass at every call. None: nothing to gain
+    warm_up                       numbers of tokens whose first pass takes long, because something
+                                  is compiled or recorded for them: to be run before requests come
     packers                       quantised formats that a weight can be packed in, by name; each
                                   is called as pack_linear is, and `linear` takes its leaf
     """
@@ -255,6 +257,7 @@ class Ops:
     zero_blocks: Callable[[KVCache, Tensor], KVCache]
     all_reduce: Callable[[Tensor], Tensor]
     replayed: Callable[[Callable[..., Any], KVCache, Batch], tuple[Tensor, KVCache]] | None = None
+    warm_up: tuple[int, ...] = ()
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 

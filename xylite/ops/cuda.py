@@ -1,7 +1,7 @@
 """NVIDIA GPUs from compute capability 8.0: the Triton kernels."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any, Final
@@ -113,14 +113,16 @@ def assemble(
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
     capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    buckets: Sequence[int] = (),
     tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
     """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
 
     capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
+    buckets  largest numbers of tokens of the recordings; () = those of graphs.py
     tuned    measured tiles, which win over the built-in ones
     """
-    from xylite.kernels_triton import launch
+    from xylite.kernels_triton import graphs, launch
     from xylite.kernels_triton import table as kernel_table
 
     count = launch.Counts(device)
@@ -145,5 +147,5 @@ def assemble(
                 ).tile_q
             ),
         ),
-        **kernel_table.functions(target, capture),
+        **kernel_table.functions(target, capture, buckets or graphs.BUCKETS),
     )

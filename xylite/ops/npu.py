@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any, Final, NamedTuple
@@ -170,14 +170,16 @@ def assemble(
     memory: Callable[[], tuple[int, int]],
     synchronize: Callable[[], None],
     capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    buckets: Sequence[int] = (),
     tuned: Iterable[tiles.Tiles] = (),
 ) -> Ops:
     """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
 
     capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
+    buckets  largest numbers of tokens of the recordings; () = those of graphs.py
     tuned    measured tiles, which win over the built-in ones
     """
-    from xylite.kernels_triton import launch
+    from xylite.kernels_triton import graphs, launch
     from xylite.kernels_triton import table as kernel_table
 
     count = launch.Counts(device)
@@ -202,5 +204,5 @@ def assemble(
                 ).tile_q
             ),
         ),
-        **kernel_table.functions(target, capture),
+        **kernel_table.functions(target, capture, buckets or graphs.BUCKETS),
     )

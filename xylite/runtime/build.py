@@ -4,12 +4,14 @@ Every "auto" of EngineConfig is filled here, once, and said in the log.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import msgspec
 import torch
+from tqdm import tqdm
 
 from xylite import models, ops
 from xylite.checkpoint import Checkpoint
@@ -105,6 +107,7 @@ def build(
         max_n=config.max_n,
         max_logprobs=config.max_logprobs,
     )
+    _warm_up(executor, tabulator, limits, block_size)
     budget = config.max_num_batched_tokens
     if budget is None:
         budget = _measured_budget(executor, tabulator, limits, block_size)
@@ -325,13 +328,26 @@ def _measured_budget(
     return budget // 16 * 16
 
 
+def _warm_up(executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int) -> None:
+    """A first pass of each size that the device compiles or records something for."""
+    longest = min(limits.max_kv_tokens, limits.max_model_len)
+    sizes = [n for n in executor.ops.warm_up if n <= longest]
+    for n in tqdm(sizes, "warming up", disable=None if sizes else True, file=sys.stderr):
+        _prefill_seconds(executor, tabulator, limits, block_size, n, attempts=1)
+
+
 def _prefill_seconds(
-    executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int, n: int
+    executor: Executor,
+    tabulator: Tabulator,
+    limits: Limits,
+    block_size: int,
+    n: int,
+    attempts: int = 4,
 ) -> float:
-    """Fastest of three prefills of n tokens, on blocks that are cleared afterwards."""
+    """Fastest of some prefills of n tokens, on blocks that are cleared afterwards."""
     blocks = -(-n // block_size)
     best = float("inf")
-    for attempt in range(4):
+    for attempt in range(attempts):
         scheduler = Scheduler(
             KVBlocks(blocks, block_size, reuse=False), budget=n, max_num_seqs=1, max_queued=0
         )

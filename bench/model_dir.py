@@ -8,6 +8,7 @@ Other engines read this form, so that they compute with the same weights.
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def write_directory(path: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return list(value)
+    return list(value) if isinstance(value, Iterable) else dataclasses.asdict(value)
 
 
 def main() -> None:

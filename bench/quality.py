@@ -54,7 +54,7 @@ def windows(length: int, window: int, stride: int) -> list[tuple[int, int, int]]
 
     Every token but the first is scored exactly once.
     """
-    assert 1 <= stride <= window, f"stride {stride} of a window of {window}"
+    assert 1 <= stride < window, f"stride {stride} of a window of {window}"
     found: list[tuple[int, int, int]] = []
     scored = 1
     start = 0
@@ -216,7 +216,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 2 if no variant is there."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not 1 <= args.stride < args.window:
+        parser.error(f"--stride must be in [1, window - 1 = {args.window - 1}], got {args.stride}")
     found: dict[str, Answers] = {}
     for variant in args.variant:
         why = missing_format(variant)

@@ -121,7 +121,7 @@ async def _model(url: str) -> str:
     """The first model the server lists."""
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/v1/models") as response:
-            return (await response.json())["data"][0]["id"]
+            return (await response.json(content_type=None))["data"][0]["id"]
 
 
 class Server:
@@ -156,7 +156,6 @@ class Server:
 
     async def _first_token(self, deadline: float) -> None:
         async with aiohttp.ClientSession() as session:
-            model = "m"
             while True:
                 if self.process.poll() is not None:
                     raise EngineFailed(f"{self.engine.name} ended:\n{tail(self._log)}")

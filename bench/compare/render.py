@@ -98,6 +98,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                 color = "tab:blue" if engine["is_ours"] else "tab:gray"
                 axis.barh(place, middle, xerr=whiskers, color=color)
         axis.set_yticks(range(len(names)), reversed(names))
+        axis.set_ylim(-0.6, len(names) - 0.4)
         axis.tick_params(labelsize=6)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)

@@ -1,0 +1,73 @@
+"""bench.quality: windows, figures, and the two together on the demo model."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bench import quality
+from bench.quality import Answers, Scored
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 9, 20, 21])
+@pytest.mark.parametrize(("window", "stride"), [(8, 4), (8, 7), (8, 1), (2, 1), (1000, 10)])
+def test_every_token_but_the_first_is_scored_once_with_context(
+    length: int, window: int, stride: int
+):
+    scored: list[int] = []
+    for start, end, first in quality.windows(length, window, stride):
+        assert 0 <= start < first < end <= length
+        assert end - start <= window
+        assert first - start >= min(window - stride, first)
+        scored += range(first, end)
+    assert scored == list(range(1, length))
+
+
+def test_perplexity_is_the_inverse_of_the_mean_probability():
+    assert quality.perplexity([Scored(math.log(0.5), 0), Scored(math.log(0.125), 0)]) == (
+        pytest.approx(4.0)
+    )
+
+
+def test_figures_compare_with_the_first_variant():
+    first = Answers({"t": [Scored(-1.0, 5), Scored(-1.0, 6)]}, [(1, 2, 3), (4, 5, 6)])
+    ours = Answers({"t": [Scored(-1.1, 5), Scored(-1.1, 7)]}, [(1, 2, 3), (4, 9, 6)])
+    found = quality.compared(ours, first)
+    assert found["texts"]["t"]["ratio"] == pytest.approx(math.exp(0.1), abs=1e-4)
+    assert found["texts"]["t"]["top1"] == 0.5
+    assert (found["continued_mean"], found["continued_whole"]) == (2, 0.5)
+
+
+def test_every_text_can_be_read():
+    names = sorted(p.stem for p in quality.TEXTS.glob("*.jsonl"))
+    assert names == ["gsm8k", "humaneval", "sonnets"]
+    assert all(len(quality.read_text(name)) > 5000 for name in names)
+
+
+def test_prompts_come_from_every_text():
+    texts = {"a": list(range(1000)), "b": list(range(5000, 5100))}
+    found = quality.prompts_of(texts, 5)
+    assert [len(p) for p in found] == [quality.PROMPT_TOKENS] * 5
+    assert len({tuple(p) for p in found}) == 5
+    assert {p[0] >= 5000 for p in found} == {True, False}
+
+
+@pytest.mark.model
+def test_windows_of_any_size_give_a_texts_first_window_the_same_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def figures(window: int, stride: int) -> float:
+        words = ["--variant", "float32", "--text", "sonnets", "--max-tokens", "24"]
+        words += ["--window", str(window), "--stride", str(stride)]
+        words += ["--prompts", "1", "--new-tokens", "2", "--output", str(tmp_path / "q.json")]
+        assert quality.main(words) == 0
+        found = json.loads((tmp_path / "q.json").read_text())["variants"]["float32"]
+        assert found["texts"]["sonnets"]["tokens"] == 23
+        assert found["texts"]["sonnets"]["top1"] == 1.0
+        return found["texts"]["sonnets"]["perplexity"]
+
+    # Less context makes it worse; a window that holds everything is not cut.
+    assert figures(24, 8) == pytest.approx(figures(1000, 500))
+    assert figures(4, 2) > figures(24, 8)
+    assert "sonnets" in capsys.readouterr().out

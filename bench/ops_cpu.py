@@ -73,7 +73,7 @@ def roofline(
 def bench_linear(
     ops: Ops, pack: Callable[..., Any], dtype: torch.dtype, budget_s: float, clock: Clock
 ) -> None:
-    """Weights rotate through 256 MiB, as a model's do, so that small ones are not found in cache."""
+    """Weights rotate through 256 MiB, as a model does: small ones are not found in cache."""
     peak, bandwidth = roofline(ops, pack, dtype, clock)
     print(f"roofline: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s")
     for name, (n, k) in SHAPES.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xylite import config
-from xylite.kernels_cpu import build
+from xylite.kernels_cpu import build, tuning
 from xylite.kernels_cpu.library import Kernels
 from xylite.ops import Batch, DenseKV, Ops, TaskLists, cpu
 from xylite.runtime import task_table
@@ -24,7 +24,8 @@ def names() -> list[str]:
 def make(isa: str, threads: int = 2) -> Ops:
     """The table of an instruction set."""
     path = build.library(isa, Path(config.cache_dir()) / "kernels")
-    return cpu.table_of(Kernels(path, threads=threads), isa)
+    measured = tuning.Tuning(isa in cpu.HAS_DOT)
+    return cpu.table_of(Kernels(path, threads=threads), isa, measured)
 
 
 @dataclass(frozen=True)

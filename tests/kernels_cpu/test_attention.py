@@ -13,7 +13,8 @@ from xylite.runtime.step import TokenTable
 
 NO_TURN = torch.stack((torch.ones(4096, 0), torch.zeros(4096, 0)), 1)
 
-# Against float64: float32 chains over D and over the keys, of scores up to 30; with bf16 KV the queries and the
+# Against float64: float32 chains over D and over the keys, of scores up to 30; with bf16 KV the
+# queries and the
 # weights of the softmax are rounded to bf16 too (2^-9 each, averaged over many keys).
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1.5e-2}
 

@@ -77,7 +77,7 @@ def library_name(isa: str) -> str:
 
 
 def library(isa: str, cache: Path) -> Path:
-    """The library for `isa`, built in `cache` if it is not there yet; BuildError if it cannot be."""
+    """The library for `isa`, built in `cache` if need be; BuildError if it cannot be."""
     name = library_name(isa)
     for folder in (BUILT, cache):
         if (folder / name).is_file():

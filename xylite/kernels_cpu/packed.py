@@ -1,6 +1,5 @@
 """Weights as the kernels read them: packed once at load, in memory with huge pages."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xylite import tree
+from xylite.kernels_cpu import tuning
 from xylite.kernels_cpu.library import (
     ACT,
     K_BF16_DOT,
@@ -93,12 +93,19 @@ class _Arena:
 class Packer:
     """Packs weights and multiplies with them.
 
-    kinds  how a weight of a dtype is multiplied
+    kinds   how a weight of a dtype is multiplied
+    blocks  cache blocks by shape and bucket of rows, where the built-in ones are not best
     """
 
-    def __init__(self, kernels: Kernels, kinds: Mapping[torch.dtype, int]):
+    def __init__(
+        self,
+        kernels: Kernels,
+        kinds: Mapping[torch.dtype, int],
+        blocks: tuning.Blocks | None = None,
+    ):
         self.kernels = kernels
         self.kinds = kinds
+        self._blocks = blocks or {}
         self._arena = _Arena(kernels)
         # A third cheaper than torch.empty, which counts a few hundred times per step.
         self.empty = {t: torch.empty(0, dtype=t).new_empty for t in _ROW_TYPES}
@@ -106,8 +113,8 @@ class Packer:
         # activations to bf16, they are handed over as such: the same numbers, half the traffic.
         self.rows = torch.float32
         self._seen: set[int | None] = set()
-        first, second = _cache_sizes()
-        self._block_kib, self._panel_kib = second * 3 // 8 // 1024, first * 3 // 4 // 1024
+        first, second = tuning.cache_sizes()
+        self.builtin_blocks = second * 3 // 8 // 1024, first * 3 // 4 // 1024
 
     def _packs(self, kind: int | None) -> None:
         self._seen.add(kind)
@@ -172,6 +179,20 @@ class Packer:
         )  # fmt: skip
         return PackedQuant(data, n, k, gated, form)
 
+    def tune(self, w: PackedLinear | PackedQuant) -> tuning.Blocks:
+        """Measured cache blocks for this shape; about 3 s."""
+        act = "silu" if w.gated else None
+
+        def multiply(x: Tensor, w: PackedLinear | PackedQuant, block: int, panel: int) -> Tensor:
+            return self.multiply(x, w, None, None, act, 0.0, 0, (block, panel))
+
+        block, panel = self.builtin_blocks
+        sizes = {
+            "block": (block // 2, block, block * 3 // 2),
+            "panel": (panel * 2 // 3, panel, panel * 4 // 3),
+        }
+        return tuning.tune(multiply, w, sizes, self.builtin_blocks)
+
     def gather(self, w: PackedLinear | PackedQuant, ids: Tensor) -> Tensor:
         """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
         out = torch.empty(ids.shape[0], w.k)
@@ -193,6 +214,7 @@ class Packer:
         act: str | None,
         cap: float,
         expert: int = 0,
+        blocks: tuple[int, int] | None = None,
     ) -> Tensor:
         """`ops.Linear` with weight number `expert`."""
         assert w.gated == (act is not None), "a gated weight goes with an activation"
@@ -206,9 +228,13 @@ class Packer:
             data += expert * (w.data.nbytes // w.experts)
         num_rows, dtype = x.shape[0], self.rows if w.gated else torch.float32
         out = self.empty[dtype]((num_rows, w.n // 2 if w.gated else w.n))
+        if blocks is None:
+            blocks = self.builtin_blocks
+            if self._blocks and num_rows > 8:
+                blocks = self._blocks.get((w.n, w.k, tuning.bucket(num_rows)), blocks)
         rest = (
-            data, w.n, w.k, x.data_ptr(), _ROW_TYPES[x.dtype], num_rows, out.data_ptr(), _ROW_TYPES[dtype],
-            address(bias), address(residual), ACT[act], cap, self._block_kib, self._panel_kib,
+            data, w.n, w.k, x.data_ptr(), _ROW_TYPES[x.dtype], num_rows, out.data_ptr(),
+            _ROW_TYPES[dtype],            address(bias), address(residual), ACT[act], cap, *blocks,
         )  # fmt: skip
         if isinstance(w, PackedQuant):
             f = w.format
@@ -227,13 +253,3 @@ def plain(x: Tensor | None) -> Tensor | None:
     if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
         return x
     return x.to(torch.float32).contiguous()
-
-
-def _cache_sizes() -> tuple[int, int]:
-    """Bytes of the first and second level data cache of one core; usual sizes if not known."""
-    names = ("SC_LEVEL1_DCACHE_SIZE", 32 << 10), ("SC_LEVEL2_CACHE_SIZE", 512 << 10)
-    sizes = []
-    for name, usual in names:
-        known = os.sysconf(name) if name in os.sysconf_names else 0
-        sizes.append(known if known > 0 else usual)
-    return sizes[0], sizes[1]

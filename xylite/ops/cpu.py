@@ -12,7 +12,7 @@ the tasks and the threads are; and how a dtype is multiplied is chosen once, not
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xylite import config
 from xylite.errors import ConfigError
-from xylite.kernels_cpu import build
+from xylite.kernels_cpu import build, tuning
 from xylite.kernels_cpu.library import (
     ACT,
     K_BF16,
@@ -56,6 +56,7 @@ BLOCK_SIZE: Final = 64
 BLOCK_MULTIPLE: Final = 32
 TILE_CLASSES: Final = (12, 96)
 MAX_CLASSES: Final = 4  # of attention.cpp
+HAS_DOT: Final = ("avx512bf16",)  # instruction sets with a bf16 dot product
 
 Packed = PackedLinear | PackedQuant
 
@@ -63,10 +64,10 @@ Packed = PackedLinear | PackedQuant
 class _Table:
     """The ops of one table: kernels, the choice of arithmetic, memory of weights."""
 
-    def __init__(self, kernels: Kernels, kinds: Mapping[torch.dtype, int]):
+    def __init__(self, kernels: Kernels, kinds: Mapping[torch.dtype, int], blocks: tuning.Blocks):
         self.kernels = kernels
         self.kinds = kinds
-        self.packer = Packer(kernels, kinds)
+        self.packer = Packer(kernels, kinds, blocks)
         self._advised: set[int] = set()
         # What the attention kernel multiplies with the keys of a dtype.
         self.q_types = {
@@ -284,21 +285,74 @@ def table(index: int) -> Ops:
     if index:
         raise ConfigError(f"device cpu:{index}: there is only index 0", param="device")
     isa = build.instruction_sets()[0]
+    cache = Path(config.cache_dir()) / "kernels"
     try:
-        path = build.library(isa, Path(config.cache_dir()) / "kernels")
+        path = build.library(isa, cache)
     except build.BuildError as e:
         log.warning("CPU kernels are not built, torch is used instead (slower): %s", e)
         return dataclasses.replace(reference.TABLE, name="cpu")
     threads = max(1, min(torch.get_num_threads(), config.cpu_threads()))
-    return table_of(Kernels(path, threads=threads), isa)
+    kernels = Kernels(path, threads=threads)
+    measured = tuning.at_start(kernels, tuned_path(path, cache), has_dot=isa in HAS_DOT)
+    log.info(
+        "CPU kernels: %s, %d threads, bf16 products by %s",
+        isa,
+        threads,
+        "dot product" if measured.dot else "widening to float32",
+    )
+    return table_of(kernels, isa, measured)
 
 
-def table_of(kernels: Kernels, isa: str, *, dot: bool | None = None) -> Ops:
-    """The table over given kernels. dot: multiply bf16 by its dot product, None = if it is there."""
-    has_dot = isa == "avx512bf16"
-    bf16 = K_BF16_DOT if has_dot and dot is not False else K_BF16
-    kinds = {torch.float32: K_F32, torch.float16: K_F16, torch.bfloat16: bf16}
-    own = _Table(kernels, kinds)
+def tuned_path(library: Path, cache: Path) -> Path:
+    """Where what is measured with a library is kept."""
+    return cache / f"{library.stem}.json"
+
+
+def tune(weights: Any) -> tuple[Path, tuning.Tuning]:
+    """Measure cache blocks for every shape in a tree of packed weights; used from the next start.
+
+    weights  Params that this machine's table packed
+    returns  the file and what it holds now
+    """
+    isa = build.instruction_sets()[0]
+    cache = Path(config.cache_dir()) / "kernels"
+    library = build.library(isa, cache)
+    path = tuned_path(library, cache)
+    kernels = Kernels(library, threads=max(1, min(torch.get_num_threads(), config.cpu_threads())))
+    held = tuning.at_start(kernels, path, has_dot=isa in HAS_DOT)
+    packer = Packer(kernels, kinds_of(held.dot))
+    shapes = {(w.n, w.k): w for w in _packed(weights) if not w.experts}
+    blocks = dict(held.blocks)
+    for shape, w in shapes.items():
+        blocks = {k: v for k, v in blocks.items() if k[:2] != shape} | packer.tune(w)
+    found = tuning.Tuning(held.dot, blocks)
+    tuning.save(path, found)
+    return path, found
+
+
+def _packed(node: Any) -> Iterator[Packed]:
+    if isinstance(node, Packed):
+        yield node
+    elif dataclasses.is_dataclass(node):
+        for f in dataclasses.fields(node):
+            yield from _packed(getattr(node, f.name))
+    elif isinstance(node, tuple | list):
+        for child in node:
+            yield from _packed(child)
+
+
+def kinds_of(dot: bool) -> dict[torch.dtype, int]:
+    """How weights of a dtype are multiplied."""
+    return {
+        torch.float32: K_F32,
+        torch.float16: K_F16,
+        torch.bfloat16: K_BF16_DOT if dot else K_BF16,
+    }
+
+
+def table_of(kernels: Kernels, isa: str, measured: tuning.Tuning) -> Ops:
+    """The table over given kernels."""
+    own = _Table(kernels, kinds_of(measured.dot), measured.blocks)
     device: Any = dataclasses.replace(
         reference.TABLE.device,
         arch=isa,

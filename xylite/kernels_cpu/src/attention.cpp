@@ -174,7 +174,7 @@ struct Attention {
         vf x = loadf(s + j);
         if (cap != 0.0f) x = cap * vtanh(x * (scale / cap));
         const vi at = iota + int32_t(j);
-        storef(s + j, (at < lo) | (at > hi) ? set(-INFINITY) : x);
+        storef(s + j, ((at < lo) | (at > hi)) ? set(-INFINITY) : x);
       }
       if (tree)
         for (int64_t i = 0; i < t.num_draft; i++) {

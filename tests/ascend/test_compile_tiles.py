@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ascend.compiler import compile_kernel
-from tests.kernels_triton.compile_cases import GEMM_OPS, Case, cases
+from tests.kernels_triton.compile_cases import GEMM_OPS, Case, cases, gemm_cases
 from xylite.kernels_triton.smooth_gemm import smooth_gemm
 from xylite.kernels_triton.tiles import Tiles, builtin
 
@@ -80,8 +80,6 @@ def test_every_row_of_the_table_is_compiled():
 
 def plain_gemm(m: int, n: int, k: int) -> Case:
     row = Tiles("linear", "910b-1.2.0", "half", {"TILE_M": m, "TILE_N": n, "TILE_K": k, "BAND": 4})
-    from tests.kernels_triton.compile_cases import gemm_cases
-
     return next(gemm_cases(row))
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,8 +83,6 @@ def test_rope_and_append_equal_the_reference(target, h, g, d, rot, normed, dtype
 
 def test_rope_and_append_walk_kv_heads_in_passes(target):
     """As many passes as the tile row asks for give the same q, k and v."""
-    from dataclasses import replace
-
     small = target.tiles.vector("rope", "float")
     small = replace(small, sizes={"TILE": 64})
     narrow = replace(target, tiles=replace(target.tiles, rows=(small, *target.tiles.rows)))

@@ -12,6 +12,7 @@ import torch
 
 from xylite import ops
 from xylite.errors import ConfigError
+from xylite.kernels_triton import attention_tiles, tiles
 from xylite.ops import cuda, npu
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,8 +140,6 @@ def test_an_npu_that_is_not_there_is_named(monkeypatch):
 
 
 def test_every_set_that_fits_has_tiles():
-    from xylite.kernels_triton import attention_tiles, tiles
-
     for row in npu.FITTING:
         chip = f"910b-{row.generation}"
         assert tiles.for_chip(chip).rows and attention_tiles.attention_tiles(chip, 128).tile_q

@@ -79,6 +79,13 @@ async def test_context_that_the_kv_cache_cannot_hold_stops_the_start(serving):
             body = {"prompt": prompt, "max_tokens": max_tokens}
             error = (await client.post(COMPLETIONS, body, 400))["error"]
             assert error["code"] == "context_length_exceeded" and "200" in error["message"]
+        # Without max_tokens an answer may be as long as the context has room, if there is any.
+        for num in (190, 1000):
+            body = {"messages": [{"role": "user", "content": "hello " * num}], "ignore_eos": True}
+            error = (await client.post(CHATS, body, 400))["error"]
+            assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+        body["messages"] = [{"role": "user", "content": "hello " * 90}]
+        assert (await client.post(CHATS, body))["usage"]["total_tokens"] == 200
         full = await client.complete([5] * 150, 50, ignore_eos=True)
         assert full["usage"]["total_tokens"] == 200
         # One sequence fits, two at once do not: the second waits for the first.

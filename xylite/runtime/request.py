@@ -248,7 +248,7 @@ def make_request(
     asked = params.max_tokens
     room = limits.max_model_len - len(prompt)
     wanted = room if asked is None else asked
-    if room < min(1, wanted) or wanted > room:
+    if room < (1 if asked is None else asked):
         raise RequestError(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you "
             f"requested {len(prompt) + (asked or 0)} tokens ({len(prompt)} in the prompt, "

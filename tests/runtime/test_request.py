@@ -1,0 +1,55 @@
+"""What `make_request` lets through fits into the context and the KV pool."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xylite.errors import RequestError
+from xylite.runtime.request import Limits, SamplingParams, make_request
+
+
+def accepted(num_prompt, max_tokens, max_kv_tokens=100):
+    """max_tokens as resolved; None if the request is refused as too long."""
+    limits = Limits(vocab_size=50, max_model_len=20, max_kv_tokens=max_kv_tokens)
+    try:
+        request = make_request(
+            "r",
+            [1] * num_prompt,
+            SamplingParams(max_tokens=max_tokens),
+            limits=limits,
+            end_tokens=frozenset(),
+            default_seed=0,
+        )
+    except RequestError as e:
+        assert e.code == "context_length_exceeded"
+        assert e.param in ("prompt", "max_tokens")
+        return None
+    return request.max_tokens
+
+
+@given(st.integers(1, 60), st.none() | st.integers(0, 60), st.integers(1, 40))
+def test_accepted_requests_fit_and_none_that_fits_is_refused(num_prompt, asked, max_kv_tokens):
+    got = accepted(num_prompt, asked, max_kv_tokens)
+    least = num_prompt + (1 if asked is None else asked)
+    assert (got is not None) == (least <= min(20, max_kv_tokens))
+    if got is not None:
+        assert got >= 1 or asked == 0
+        assert num_prompt + got <= min(20, max_kv_tokens)
+        assert asked is None or got == asked
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "resolved"),
+    [
+        (19, None, 1),
+        (20, None, None),
+        (21, None, None),
+        (500, None, None),
+        (20, 0, 0),
+        (21, 0, None),
+        (15, 5, 5),
+        (15, 6, None),
+    ],
+)
+def test_prompts_at_the_edge_of_the_context(num_prompt, asked, resolved):
+    assert accepted(num_prompt, asked) == resolved

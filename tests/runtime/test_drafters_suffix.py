@@ -230,6 +230,16 @@ def test_the_number_of_requests_learnt_from_is_bounded():
     assert draft(drafter, sequence([51], [0, 10, 20], name="c")) is None
 
 
+def test_of_a_very_long_prompt_the_end_is_learnt(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_PROMPT_TOKENS", 10)
+    drafter = make()
+    seq = sequence([*range(20, 60), 1, 2, 3, 4, 5, 6, 7, 8], [21, 22])
+    assert draft(drafter, seq) is None
+    assert drafter._prompts["r"].automaton.num_tokens == 10
+    seq.tokens += [1, 2, 3]
+    assert draft(drafter, seq).tokens == (4, 5, 6)
+
+
 @pytest.mark.parametrize("growth", [10, 1000])
 def test_a_long_prompt_is_learnt_in_pieces_and_shared(growth, monkeypatch):
     monkeypatch.setattr(suffix, "MAX_GROWTH", growth)

@@ -18,6 +18,7 @@ MIN_MATCH = 2  # a shorter end says too little
 MAX_BRANCHES = 3  # continuations considered after one token
 MAX_GROWTH = 2048  # tokens that automata learn in one call: about 5 ms of the event loop
 MAX_ENDED_GROWTH = 256  # the same for ended outputs, which are learnt between other work
+MAX_PROMPT_TOKENS = 2**15  # of a longer prompt only the end is learnt: 16 MB
 GENERATION_TOKENS = 2**15  # recent outputs of one salt: one or two generations, 0.5 KB a token
 MAX_RECENT_TOKENS = 2**17  # of all salts together
 SEED_TOKENS = 32  # of the text's end, to find where it is in a new generation
@@ -146,10 +147,10 @@ class _Prompt:
 
     __slots__ = ("automaton", "end", "last", "users")
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt: int) -> None:
         self.automaton = Automaton()
         self.last = 0
-        self.end = 0
+        self.end = max(0, num_prompt - MAX_PROMPT_TOKENS)
         self.users: set[int] = set()
 
     def learn(self, tokens: list[int], end: int) -> None:
@@ -251,8 +252,9 @@ class Suffix:
         track = self._tracks.get(seq)
         if track is None:
             track = self._tracks[seq] = _Track()
-            prompt = self._prompts.setdefault(seq.request.id, _Prompt())
-            prompt.users.add(seq.index)
+            if seq.request.id not in self._prompts:
+                self._prompts[seq.request.id] = _Prompt(seq.num_prompt)
+            self._prompts[seq.request.id].users.add(seq.index)
         if track.length != len(seq.tokens):
             track.best = self._look(seq, track)
         return track.best

@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.models import tiny
 from tests.runtime.driver import Driver
 from xylite import ops
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
+from xylite.kernels_triton.tiles import FLOAT, INTERPRETER, Tiles
 from xylite.ops import Ops, reference
 from xylite.runtime import build
 from xylite.runtime.request import Draft, SamplingParams, make_request
@@ -107,3 +109,21 @@ def test_a_table_says_what_it_is(kind):
     device = stand_in(kind).device
     assert device.kind == kind and device.block_size == 16 and device.tile_classes
     assert stand_in(kind).linear is not reference.linear
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_an_invariant_table_computes_a_row_alike_in_any_batch(kind):
+    few = Tiles(
+        "linear", INTERPRETER, FLOAT, {"TILE_M": 16, "TILE_N": 16, "TILE_K": 16, "BAND": 1},
+        max_rows=4,
+    )  # fmt: skip
+    table = stand_in(kind, tuned=[few])
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(40, 96, generator=g), torch.randn(70, 96, generator=g)
+    w = table.pack_linear(w)
+    assert not torch.equal(table.linear(x[:3], w), table.linear(x, w)[:3])
+    assert table.invariant is not None
+    fixed = table.invariant()
+    assert fixed.invariant is None
+    for rows in (1, 3, 33):
+        assert torch.equal(fixed.linear(x[:rows], w), fixed.linear(x, w)[:rows])

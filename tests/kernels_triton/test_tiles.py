@@ -53,6 +53,15 @@ def test_cases_to_compile_have_the_tiles_of_the_launch():
             assert compile_cases.rope_tiles(row, *heads) == launch.rope_tiles(row, *heads)
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("op", ["linear", "epilogue", "gated"])
+def test_an_invariant_table_has_one_row_whatever_the_batch(chip, op):
+    table = tiles.for_chip(chip, [replace(TUNED, chip=chip, max_rows=0)], invariant=True)
+    for n in (96, 4096):
+        rows = {id(table.gemm(op, HALF, m, n, 4096, 24)) for m in (1, 16, 17, 500, 8192)}
+        assert len(rows) == 1
+
+
 def test_tuned_rows_win_where_they_fit_and_only_there():
     table = tiles.for_chip("sm_90", [TUNED])
     assert table.gemm("linear", HALF, 16, 4096, 4096, 132) is TUNED

@@ -25,6 +25,7 @@ JSON_VERSION: Final = 1
 INTERPRETER: Final = "interpreter"
 HALF: Final = "half"  # bfloat16 and float16
 FLOAT: Final = "float"  # float32
+ANY_ROWS: Final = 1 << 62
 
 _log = logging.getLogger(__name__)
 
@@ -172,17 +173,26 @@ def builtin() -> tuple[Tiles, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The rows of one chip. Of two rows that fit equally well, the earlier one wins."""
+    """The rows of one chip. Of two rows that fit equally well, the earlier one wins.
+
+    invariant  the row for a weight does not depend on the number of rows of x, so neither does the
+               order of its sums
+    """
 
     chip: str
     rows: tuple[Tiles, ...]
+    invariant: bool = False
 
     def gemm(self, op: str, dtype: str, rows: int, n: int, k: int, cores: int) -> Tiles:
         """The row for x [rows, k] @ w [n, k].T: of those of the smallest bucket that holds `rows`,
         the first whose tasks occupy every core, else the one with the most tasks."""
+        if self.invariant:
+            rows = ANY_ROWS
         fitting = self._bucket(op, dtype, rows, n, k) or self._bucket(op, dtype, rows, 0, 0)
         if not fitting:
             raise ConfigError(f"no GEMM tiles for {op} {dtype} on {self.chip}")
+        if self.invariant:
+            return fitting[0]
         for row in fitting:
             if row.num_tasks(rows, n) >= cores:
                 return row
@@ -195,8 +205,8 @@ class TileTable:
             if (row.op, row.dtype, row.n, row.k) == (op, dtype, n, k)
             and (row.max_rows == 0 or row.max_rows >= rows)
         ]
-        limit = min((row.max_rows or 1 << 62 for row in fitting), default=0)
-        return [row for row in fitting if (row.max_rows or 1 << 62) == limit]
+        limit = min((row.max_rows or ANY_ROWS for row in fitting), default=0)
+        return [row for row in fitting if (row.max_rows or ANY_ROWS) == limit]
 
     def vector(self, op: str, dtype: str) -> Tiles:
         """The row of a kernel without products."""
@@ -206,13 +216,13 @@ class TileTable:
         raise ConfigError(f"no tiles for {op} {dtype} on {self.chip}")
 
 
-def for_chip(chip: str, tuned: Iterable[Tiles] = ()) -> TileTable:
+def for_chip(chip: str, tuned: Iterable[Tiles] = (), invariant: bool = False) -> TileTable:
     """The table of a chip: tuned rows first, then the built-in ones."""
     rows = merge(tuned, (row for row in builtin() if row.chip == chip))
     if not rows:
         chips = sorted({row.chip for row in builtin()})
         raise ConfigError(f"no tiles for chip {chip!r}; there are tables for {', '.join(chips)}")
-    return TileTable(chip, rows)
+    return TileTable(chip, rows, invariant)
 
 
 def merge(first: Iterable[Tiles], then: Iterable[Tiles]) -> tuple[Tiles, ...]:

@@ -235,6 +235,8 @@ class Ops:
                                   recording; the same pass at every call. None: nothing to gain
     warm_up                       numbers of tokens whose first pass takes long, because something
                                   is compiled or recorded for them: to be run before requests come
+    invariant()                   -> the same table with sums in an order that the batch does not
+                                  change; None: this one has it already
     packers                       quantised formats that a weight can be packed in, by name; each
                                   is called as pack_linear is, and `linear` takes its leaf
     """
@@ -258,6 +260,7 @@ class Ops:
     all_reduce: Callable[[Tensor], Tensor]
     replayed: Callable[[Callable[..., Any], KVCache, Batch], tuple[Tensor, KVCache]] | None = None
     warm_up: tuple[int, ...] = ()
+    invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 

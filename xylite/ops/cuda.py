@@ -115,19 +115,34 @@ def assemble(
     capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     buckets: Sequence[int] = (),
     tuned: Iterable[tiles.Tiles] = (),
+    invariant: bool = False,
 ) -> Ops:
     """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
 
     capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
     buckets  largest numbers of tokens of the recordings; () = those of graphs.py
     tuned    measured tiles, which win over the built-in ones
+    invariant  see `ops.Ops.invariant`
     """
     from xylite.kernels_triton import graphs, launch
     from xylite.kernels_triton import table as kernel_table
 
     count = launch.Counts(device)
-    target = launch.Target(cores, cores, tiles.for_chip(chip, tuned), count)
+    target = launch.Target(cores, cores, tiles.for_chip(chip, tuned, invariant), count)
     size = attention_tiles.block_size(chip)
+    again = partial(
+        assemble,
+        device,
+        chip,
+        arch,
+        cores=cores,
+        memory=memory,
+        synchronize=synchronize,
+        capture=capture,
+        buckets=buckets,
+        tuned=tuned,
+        invariant=True,
+    )
     return dataclasses.replace(
         reference.TABLE,
         name="cuda",
@@ -147,5 +162,6 @@ def assemble(
                 ).tile_q
             ),
         ),
+        invariant=None if invariant else again,
         **kernel_table.functions(target, capture, buckets or graphs.BUCKETS),
     )

@@ -70,6 +70,8 @@ def build(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     table = ops.load(config.device)
+    if config.batch_invariant and table.invariant is not None:
+        table = table.invariant()
     family, spec = models.describe(checkpoint.config)
     if vocab_size > spec.vocab_size:
         raise ConfigError(

@@ -18,6 +18,7 @@ namespace xl {
 
 constexpr int STEP_KEYS = 128;
 constexpr int SEGMENT_KEYS = 512;
+constexpr float LOG2_E = 1.44269504f;
 constexpr int STATE = W + 1;  // of a row: partial sums of its weights by lane, and its maximum
 enum Field { SEQ, Q_ROW, NUM_ROWS, HEAD, KV_START, KV_END, PART };  // of a task
 enum MergeField { M_PART = 4 };  // the first four are those of a task
@@ -155,6 +156,9 @@ struct Attention {
       j += columns;
     }
     const float scale = float(c.scale), cap = float(c.cap);
+    const bool all_seen = !t.mask && last_key(t, r0) >= key + keys - 1 &&
+                          first_in_window(last_key(t, r0 + count - 1)) <= key;
+    if (all_seen && cap == 0.0f) return;
     vi iota;
     for (int i = 0; i < W; i++) iota[i] = i;
     for (int r = 0; r < count; r++) {
@@ -211,15 +215,21 @@ struct Attention {
         for (int64_t i = 0; i < d; i += W) storef(o + i, loadf(o + i) * keep);
       }
       // nothing seen yet (-inf): every weight is 0, and NaN scores stay NaN
-      const vf shift = set(m == -INFINITY ? 0.0f : -m);
-#pragma GCC unroll 2
-      for (int64_t j = 0; j < keys; j += W) {
-        const vf e = vexp_nonpositive(fma(loadf(s + j), set(scale), shift));
-        l = l + e;
-        if constexpr (sizeof(A) == 4)
+      const float shift = m == -INFINITY ? 0.0f : -m;
+      if constexpr (sizeof(A) == 4) {
+        for (int64_t j = 0; j < keys; j += W) {
+          const vf e = vexp_nonpositive(fma(loadf(s + j), set(scale), set(shift)));
+          l = l + e;
           storef((float*)prob + j, e);
-        else
+        }
+      } else {
+        const vf by = set(scale * LOG2_E), from = set(shift * LOG2_E);
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < keys; j += W) {
+          const vf e = vexp2_short(fma(loadf(s + j), by, from));
+          l = l + e;
           store_bf16((uint16_t*)prob + j, e);
+        }
       }
       storef(state, l);
     }

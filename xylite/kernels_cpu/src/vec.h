@@ -236,6 +236,20 @@ static inline vf vexp_nonpositive(vf x) {
   return x != x ? x : x < set(-87.3f) ? vf{} : exp_of(z, t, t - magic);
 }
 
+// 2^x for x <= 0 to 1e-4, enough for what is rounded to bf16; 0 below -126; NaN stays NaN.
+static inline vf vexp2_short(vf x) {
+  const vf magic = set(0x1.8p23f);
+  const vf z = vmax(set(-126.0f), x);  // the second operand where x is NaN
+  const vf t = z + magic;
+  const vf f = z - (t - magic);
+  vf p = fma(f, set(5.500847e-2f), set(2.4221011e-1f));
+  p = fma(p, f, set(6.9328288e-1f));
+  p = fma(p, f, set(1.0f));
+  p = (vf)(bits(p) + (bits(t) << 23));
+  p = fma(z, vf{}, p);
+  return x < set(-126.0f) ? vf{} : p;
+}
+
 static inline vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
 
 static inline vf vtanh(vf x) {

@@ -3,6 +3,7 @@
 Every "auto" of EngineConfig is filled here, once, and said in the log.
 """
 
+import dataclasses
 import logging
 import sys
 import time
@@ -200,6 +201,20 @@ def _say_what_was_chosen(given: EngineConfig, resolved: EngineConfig) -> None:
         before, after = getattr(given, name), getattr(resolved, name)
         if before != after:
             _log.info("%s: %s (was %s)", name, after, "auto" if before is None else before)
+
+
+def _quantising(table: Ops, name: str | None) -> Ops:
+    """The table with weights packed in the named format; ConfigError if it has no such one."""
+    if name is None:
+        return table
+    packer = table.packers.get(name)
+    if packer is None:
+        known = ", ".join(sorted(table.packers)) or "none"
+        raise ConfigError(
+            f"quantization {name!r} is not there on {table.name} (there is: {known})",
+            param="quantization",
+        )
+    return dataclasses.replace(table, pack_linear=packer)
 
 
 def _block_size(config: EngineConfig, table: Ops) -> int:

@@ -207,7 +207,7 @@ def bench_model(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("linear", "model"))
-    parser.add_argument("--dtype", choices=(*DTYPES, "int8"), default="bf16")
+    parser.add_argument("--dtype", choices=(*DTYPES, "int8", "int4"), default="bf16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--budget", type=float, default=0.2, help="seconds per figure")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, processor time")
@@ -218,8 +218,8 @@ def main() -> None:
     torch.manual_seed(0)
     ops = cpu.table(0)
     print(f"{ops.device.arch}, {ops.device.num_cores} threads, {a.dtype}")
-    if a.dtype == "int8":
-        ops = dataclasses.replace(ops, pack_linear=ops.packers["int8"])
+    if a.dtype in ops.packers:
+        ops = dataclasses.replace(ops, pack_linear=ops.packers[a.dtype])
     dtype = DTYPES.get(a.dtype, torch.bfloat16)
     if a.what == "linear":
         bench_linear(ops, ops.pack_linear, dtype, a.budget, clock)

@@ -6,9 +6,12 @@ result is the exact product but for float32 additions. Others may be off by half
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from xylite.kernels_cpu.packed import INT8, Packer, QuantFormat
+from xylite.kernels_cpu.blocks import GGUF, INT8, QuantFormat, Quantized
+from xylite.kernels_cpu.packed import Packer
 from xylite.ops import Ops
 
 ROWS = (0, 1, 2, 5, 6, 7, 12, 13, 33, 65, 129)
@@ -50,7 +53,7 @@ def test_whole_numbers_give_the_exact_product(
 ) -> None:
     n, k = shape
     q, scales, mins, w = parts(n, k, form)
-    leaf = packer(ops).pack_quantized(q, scales, mins, form=form)
+    leaf = packer(ops).pack_quantized([Quantized(q, scales, mins, form)])
     for m in ROWS:
         x = whole_numbers(m, k, form.group)
         y = ops.linear(x, leaf)
@@ -64,7 +67,7 @@ def test_whole_numbers_give_the_exact_product(
 @pytest.mark.parametrize("form", FORMATS)
 def test_rows_are_read_back(ops: Ops, form: QuantFormat) -> None:
     q, scales, mins, w = parts(70, 100, form)
-    leaf = packer(ops).pack_quantized(q, scales, mins, form=form)
+    leaf = packer(ops).pack_quantized([Quantized(q, scales, mins, form)])
     ids = torch.tensor([69, 0, 33, 33, 31], dtype=torch.int32)
     torch.testing.assert_close(ops.embed(leaf, ids).double(), w[ids.long()], rtol=1e-6, atol=1e-6)
 
@@ -141,3 +144,26 @@ def test_a_quarter_of_the_memory_of_float32(ops: Ops) -> None:
     leaf = ops.packers["int8"](torch.randn(128, 640))
     assert leaf.format == INT8
     assert leaf.data.nbytes == 128 * 640 * (1 + 2 / 64)
+
+
+@pytest.mark.parametrize("kind", list(GGUF))
+def test_gguf_blocks_are_kept_bit_for_bit(ops: Ops, kind: str) -> None:
+    """Against the gguf package's own reading of the same bytes."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(70, 96, generator=generator).numpy()
+    raw = quantize(values, GGMLQuantizationType[kind])
+    want = torch.from_numpy(dequantize(raw, GGMLQuantizationType[kind]))
+    leaf = ops.stored_packers[kind](torch.from_numpy(raw))
+    got = ops.embed(leaf, torch.arange(70, dtype=torch.int32))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    assert leaf.data.nbytes == 96 * raw.shape[1]  # three panels of 32 rows
+
+
+def test_int4_is_off_by_half_a_step_at_most(ops: Ops) -> None:
+    w = torch.randn(40, 100, generator=torch.manual_seed(0))
+    leaf = ops.packers["int4"](w.clone())
+    back = ops.embed(leaf, torch.arange(40, dtype=torch.int32))
+    groups = torch.nn.functional.pad(w, (0, 28)).view(40, 4, 32)
+    step = ((groups.amax(-1) - groups.amin(-1)) / 15).repeat_interleave(32, 1)[:, :100]
+    # scale and minimum are rounded to fp16, 2^-11 of themselves
+    assert bool(((back - w).abs() <= step * (0.5 + 15 * 2.0**-11) + w.abs().max() * 2.0**-10).all())

@@ -1,7 +1,6 @@
 """Weights as the kernels read them: packed once at load, in memory with huge pages."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from xylite import tree
 from xylite.kernels_cpu import tuning
+from xylite.kernels_cpu.blocks import INT8, QuantFormat, Quantized, from_gguf, quantize_int4
 from xylite.kernels_cpu.library import (
     ACT,
     K_BF16_DOT,
@@ -26,7 +26,6 @@ TYPES: Final[Mapping[torch.dtype, int]] = {
 _ROW_TYPES: Final = {t: TYPES[t] for t in (torch.float32, torch.bfloat16)}
 ARENA_BYTES: Final = 32 << 20
 HUGE_PAGE: Final = 2 << 20
-GROUP: Final = 64  # weights that share a scale where the choice is ours
 
 
 @tree.node
@@ -45,16 +44,6 @@ class PackedLinear:
     experts: int = tree.static(default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantFormat:
-    """How groups of a weight are stored: value = scale * (q - zero) + min, see src/quant.cpp."""
-
-    bits: int
-    group: int
-    zero: int
-    has_min: bool = False
-
-
 @tree.node
 class PackedQuant:
     """A weight [N, K] in 8 or 4 bits, or E of them; data is 1-D uint8."""
@@ -65,9 +54,6 @@ class PackedQuant:
     gated: bool = tree.static()
     format: QuantFormat = tree.static()
     experts: int = tree.static(default=0)
-
-
-INT8: Final = QuantFormat(bits=8, group=GROUP, zero=128)
 
 
 class _Arena:
@@ -149,35 +135,35 @@ class Packer:
             self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), form.group, n, k, gated, to)
         return PackedQuant(data, n, k, gated, form, w.shape[0] if w.ndim == 3 else 0)
 
-    def pack_quantized(
-        self,
-        q: Tensor,
-        scales: Tensor,
-        mins: Tensor | None = None,
-        *,
-        form: QuantFormat,
-        gated: bool = False,
-    ) -> PackedQuant:
-        """A weight that is quantised already, bit for bit.
-
-        q       [N, K] uint8, below 2^bits
-        scales  [N, ceil(K / group)]; stored as float16
-        mins    the same, where the format has them
-        """
-        assert (mins is not None) == form.has_min, form
-        self._packs(None)
-        n, k = q.shape
-        scales = scales.to(torch.float16).contiguous()
-        mins = None if mins is None else mins.to(torch.float16).contiguous()
-        q = q.contiguous()
-        data = self._arena.take(
-            self.kernels.quant_bytes(form.bits, form.group, form.has_min, n, k, gated)
+    def quantize_int4(self, w: Tensor, gated: bool = False) -> PackedQuant:
+        """A weight [N, K] or [E, N, K] in 4 bits."""
+        parts = w.reshape(-1, *w.shape[-2:])
+        return self.pack_quantized(
+            [quantize_int4(p) for p in parts], gated, experts=w.shape[0] if w.ndim == 3 else 0
         )
-        self.kernels.quant_pack(
-            form.bits, form.group, form.zero, q.data_ptr(), scales.data_ptr(),
-            None if mins is None else mins.data_ptr(), n, k, gated, data.data_ptr(),
-        )  # fmt: skip
-        return PackedQuant(data, n, k, gated, form)
+
+    def pack_gguf(self, kind: str, raw: Tensor, gated: bool = False) -> PackedQuant:
+        """The rows of a GGUF tensor as they are in the file, [N, bytes of a row] uint8."""
+        return self.pack_quantized([from_gguf(kind, raw)], gated)
+
+    def pack_quantized(
+        self, parts: Sequence[Quantized], gated: bool = False, *, experts: int = 0
+    ) -> PackedQuant:
+        """Weights of one shape and format that are quantised already, bit for bit."""
+        self._packs(None)
+        form, (n, k) = parts[0].form, parts[0].q.shape
+        each = self.kernels.quant_bytes(form.bits, form.group, form.has_min, n, k, gated)
+        data = self._arena.take(each * len(parts))
+        for i, part in enumerate(parts):
+            assert part.form == form
+            assert (part.mins is not None) == form.has_min
+            q, scales = part.q.contiguous(), part.scales.contiguous()
+            mins = None if part.mins is None else part.mins.contiguous()
+            self.kernels.quant_pack(
+                form.bits, form.group, form.zero, q.data_ptr(), scales.data_ptr(), address(mins),
+                n, k, gated, data.data_ptr() + i * each,
+            )  # fmt: skip
+        return PackedQuant(data, n, k, gated, form, experts)
 
     def tune(self, w: PackedLinear | PackedQuant) -> tuning.Blocks:
         """Measured cache blocks for this shape; about 3 s."""

@@ -239,6 +239,8 @@ class Ops:
                                   change; None: this one has it already
     packers                       quantised formats that a weight can be packed in, by name; each
                                   is called as pack_linear is, and `linear` takes its leaf
+    stored_packers                quantised formats of files that can be kept as they are, by the
+                                  file's name for them: (raw rows [N, bytes] uint8, gated) -> leaf
     """
 
     name: str
@@ -262,6 +264,7 @@ class Ops:
     warm_up: tuple[int, ...] = ()
     invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    stored_packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def load(device: str) -> Ops:

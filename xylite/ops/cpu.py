@@ -13,6 +13,7 @@ the tasks and the threads are; and how a dtype is multiplied is chosen once, not
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from xylite import config
 from xylite.errors import ConfigError
 from xylite.kernels_cpu import build, tuning
+from xylite.kernels_cpu.blocks import GGUF
 from xylite.kernels_cpu.library import (
     ACT,
     K_BF16,
@@ -376,5 +378,6 @@ def table_of(kernels: Kernels, isa: str, measured: tuning.Tuning) -> Ops:
         attention=own.attention,
         move_slots=own.move_slots,
         sample=own.sample,
-        packers={"int8": own.packer.quantize},
+        packers={"int8": own.packer.quantize, "int4": own.packer.quantize_int4},
+        stored_packers={kind: partial(own.packer.pack_gguf, kind) for kind in GGUF},
     )

@@ -88,9 +88,12 @@ def bench_linear(
             x = torch.randn(m, k)
             least = best_of(lambda: ops.linear(x, next(turn), act=act), budget_s, clock)  # noqa: B023
             limit = max(2 * m * n * k / peak, num_bytes / bandwidth)
-            print(f"{name:8s} {n:6d} x {k:5d}  M {m:5d}  {least * 1e6:9.1f} us  "
-                  f"{2 * m * n * k / least / 1e9:7.1f} GFLOP/s  {num_bytes / least / 1e9:6.1f} GB/s  "
-                  f"{100 * limit / least:5.1f} %", flush=True)  # fmt: skip
+            rate, traffic = 2 * m * n * k / least / 1e9, num_bytes / least / 1e9
+            print(
+                f"{name:8s} {n:6d} x {k:5d}  M {m:5d}  {least * 1e6:9.1f} us  "
+                f"{rate:7.1f} GFLOP/s  {traffic:6.1f} GB/s  {100 * limit / least:5.1f} %",
+                flush=True,
+            )
 
 
 def batch_of(ops: Ops, chunks: list[tuple[int, int]], spec: Any) -> Batch:

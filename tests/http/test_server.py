@@ -1,7 +1,10 @@
 """serve(): listening, draining, dying."""
 
 import asyncio
+import json
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +20,7 @@ from aiohttp import ClientConnectionError, ClientSession, UnixConnector
 from tests.http.fake_engine import Call, FakeEngine, Item, said
 from tests.http.wire import TEXT, error_of, events_of
 from xylite.config import ServerConfig
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, XyliteError
 from xylite.http import serve
 
 
@@ -164,9 +167,10 @@ async def test_unix_socket(tmp_path: Path) -> None:
 async def test_address_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(XyliteError, match=rf"cannot listen on 127.0.0.1:{port}") as caught:
             async with serving(FakeEngine(), port=port):
                 pass
+        assert not isinstance(caught.value, ConfigError), "the settings are right"
 
 
 async def test_bad_certificates_are_clear_errors(tmp_path: Path) -> None:
@@ -210,15 +214,77 @@ async def test_open_server_without_a_key_warns(
 
 
 async def test_broken_http_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "xylite.http")
     async with serving(FakeEngine()) as (url, _):
         port = int(url.rsplit(":", 1)[1])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nA B: c\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
         writer.close()
-    broken = [r for r in caplog.records if r.name == "xylite.http.protocol"]
-    assert len(broken) == 1
+    (broken,) = [r for r in caplog.records if r.name == "xylite.http.protocol"]
+    assert broken.levelno == logging.INFO  # anyone could fill the log with errors
     assert not any(r.exc_info for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GARBAGE\r\n\r\n", "Invalid method encountered"),
+        (b"GET / HTTP/1.1\r\n\r\n", "Missing 'Host' header"),
+        (b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 20_000), "8190 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", "Content-Length"),
+    ],
+)
+async def test_what_is_no_http_gets_an_error_in_the_usual_form(sent: bytes, said: str) -> None:
+    async with serving(FakeEngine()) as (url, _):
+        head, body = await exchange(url, sent)
+    assert head.startswith("HTTP/1.0 400 ")
+    error = json.loads(body)["error"]
+    assert said in error["message"]
+    assert {**error, "message": ""} == {
+        "message": "",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "bad_request",
+    }
+    assert re.search(r"\nX-Request-Id: [0-9a-f]{32}\r\n", head)
+    assert "\nServer: xylite\r\n" in head
+    assert "aiohttp" not in head
+
+
+async def test_a_body_that_is_not_the_gzip_it_claims_is_415_and_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(FakeEngine()) as (url, _):
+        head, body = await exchange(
+            url,
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Encoding: gzip\r\n"
+            b'Content-Length: 14\r\n\r\n{"prompt":"x"}',
+        )
+    assert head.startswith("HTTP/1.1 415 ")
+    assert "must not be compressed" in body
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def exchange(url: str, sent: bytes) -> tuple[str, str]:
+    """Head and body of the answer to raw bytes, after which the server must close."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    writer.write(sent)
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return head, body
+
+
+async def test_the_end_of_a_drain_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "xylite.http")
+    async with serving(FakeEngine()) as (_, task):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+    assert [r.getMessage() for r in caplog.records if r.name == "xylite.http"] == [
+        "stopping: running requests may take 30 s",
+        "stopped",
+    ]
 
 
 async def test_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:

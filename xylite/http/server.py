@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import signal
-import ssl
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
 from xylite.config import ServerConfig
-from xylite.errors import ConfigError
 from xylite.http import chat, completions, models
 from xylite.http.access import OPEN_HANDLERS, add_headers, guard, identify, is_loopback
 from xylite.http.failures import failures
+from xylite.http.listen import Listener
 from xylite.http.metrics import Metrics
 from xylite.http.service import SERVICE, Service
 from xylite.text_engine import TextEngine
@@ -87,6 +86,8 @@ async def serve(
     engine: TextEngine,
     config: ServerConfig,
     ready: Callable[[str], None] = lambda url: None,
+    *,
+    listener: Listener | None = None,
 ) -> int:
     """Serve until a signal comes or the engine dies; the exit code of the process.
 
@@ -94,7 +95,8 @@ async def serve(
     left is stopped with an error; returns 0. A second signal stops at once; returns 128 + its
     number. Returns 1 if the engine died: every stream got an error, a supervisor may restart us.
 
-    ready   called with the URL once connections are accepted
+    ready     called with the URL once connections are accepted
+    listener  the bound address; None = bind one now, from config. Closed at the end
     """
     if config.uds is None and not is_loopback(config.host) and not config.api_key:
         _log.warning(
@@ -103,40 +105,25 @@ async def serve(
             config.host,
         )
     runner = web.AppRunner(
-        make_app(engine, config),
-        handler_cancellation=True,
-        logger=_protocol_log(),
-        access_log=None if config.disable_access_log else logging.getLogger("xylite.access"),
-        shutdown_timeout=FLUSH_S,
-        keepalive_timeout=75.0,
-        lingering_time=2.0,
+        make_app(engine, config), handler_cancellation=True, shutdown_timeout=FLUSH_S
     )
     signals: asyncio.Queue[int] = asyncio.Queue()
-    await runner.setup()
-    caught = _catch_signals(signals)
+    if listener is None:
+        listener = Listener(config)
+        await listener.bind()
+    caught: list[signal.Signals] = []
     try:
-        ready(await _listen(runner, config))
+        await runner.setup()
+        caught = _catch_signals(signals)
+        assert runner.server is not None
+        await listener.accept(runner.server)
+        ready(listener.url)
         return await _until_stopped(engine, config, signals)
     finally:
         for number in caught:
             asyncio.get_running_loop().remove_signal_handler(number)
+        listener.close()
         await runner.cleanup()
-
-
-class _OneLine(logging.Filter):
-    """Says what is wrong with broken HTTP without the traceback that anyone could provoke."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = None
-        return True
-
-
-def _protocol_log() -> logging.Logger:
-    """Where aiohttp reports what never became a request; a logger of this server's own."""
-    logger = logging.Logger("xylite.http.protocol")
-    logger.parent = _log
-    logger.addFilter(_OneLine())
-    return logger
 
 
 def _catch_signals(signals: asyncio.Queue[int]) -> list[signal.Signals]:
@@ -150,35 +137,6 @@ def _catch_signals(signals: asyncio.Queue[int]) -> list[signal.Signals]:
             continue
         caught.append(number)
     return caught
-
-
-async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
-    """Start to accept connections; the URL. ConfigError if the address cannot be used."""
-    tls = _tls(config)
-    try:
-        if config.uds is not None:
-            await web.UnixSite(runner, config.uds, ssl_context=tls).start()
-            return f"unix://{config.uds}"
-        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
-    except OSError as e:
-        where = config.uds or f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from None
-    port = runner.addresses[0][1]
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{'http' if tls is None else 'https'}://{host}:{port}"
-
-
-def _tls(config: ServerConfig) -> ssl.SSLContext | None:
-    if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
-            raise ConfigError("ssl_keyfile needs ssl_certfile")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"ssl_certfile {config.ssl_certfile}: {e}") from None
-    return context
 
 
 async def _engine_death(engine: TextEngine) -> None:
@@ -218,7 +176,10 @@ async def _until_stopped(
                 return 128 + int(str(again.result()))
             case _:
                 drain.result()
-                return 1 if engine.state == "dead" else 0
+                if engine.state == "dead":
+                    return 1
+                _log.info("stopped")
+                return 0
     finally:
         for task in (death, stop, drain):
             if task is not None:

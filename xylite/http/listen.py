@@ -1,0 +1,147 @@
+"""The address a server listens on, and what becomes of bytes that are no HTTP request."""
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import ssl
+from typing import Any
+
+from aiohttp import web
+
+from xylite.config import ServerConfig
+from xylite.errors import ConfigError, EngineError, XyliteError
+from xylite.http.failures import HttpError, error_response
+
+KEEP_ALIVE_S = 75.0
+LINGER_S = 2.0
+
+_log = logging.getLogger("xylite.http")
+
+
+class Listener:
+    """An address that is ours; connections are accepted from `accept` to `close`.
+
+    It is taken before the model is loaded, as loading may take minutes and a port in use is said
+    at once. Until `accept`, connections are refused: nobody waits for a model that may not come.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.url = ""
+        self._config = config
+        self._manager: web.Server | None = None
+        self._server: asyncio.AbstractServer | None = None
+
+    async def bind(self) -> None:
+        """Take the address. XyliteError if it is in use, ConfigError if it cannot be one."""
+        config, loop = self._config, asyncio.get_running_loop()
+        tls = _tls(config)
+        try:
+            if config.uds is not None:
+                self._server = await loop.create_unix_server(
+                    self._connection, config.uds, ssl=tls, start_serving=False
+                )
+                self.url = f"unix://{config.uds}"
+                return
+            server = await loop.create_server(
+                self._connection, config.host, config.port, ssl=tls, start_serving=False
+            )
+        except OSError as e:
+            where = config.uds or f"{config.host}:{config.port}"
+            kind = XyliteError if e.errno == errno.EADDRINUSE else ConfigError
+            raise kind(f"cannot listen on {where}: {_reason(e)}") from None
+        self._server = server
+        port = server.sockets[0].getsockname()[1]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"{'http' if tls is None else 'https'}://{host}:{port}"
+
+    async def accept(self, manager: web.Server) -> None:
+        """Accept connections for `manager`; XyliteError if another process came first."""
+        assert self._server is not None
+        self._manager = manager
+        try:
+            await self._server.start_serving()
+        except OSError as e:
+            raise XyliteError(f"cannot listen on {self.url}: {_reason(e)}") from None
+
+    def close(self) -> None:
+        """Accept no more connections; those that are open go on."""
+        if self._server is not None:
+            self._server.close()
+
+    def _connection(self) -> "Connection":
+        assert self._manager is not None
+        access = None if self._config.disable_access_log else logging.getLogger("xylite.access")
+        return Connection(self._manager, access)
+
+
+class Connection(web.RequestHandler):
+    """One client's connection; what is wrong below HTTP is answered and logged as we do above."""
+
+    __slots__ = ()
+
+    def __init__(self, manager: web.Server, access_log: logging.Logger | None):
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            logger=_protocol_log(),
+            access_log=access_log,  # pyright: ignore[reportArgumentType] (None is its "off")
+            keepalive_timeout=KEEP_ALIVE_S,
+            lingering_time=LINGER_S,
+            # Compressed bodies are refused, so there is nothing to unpack, nor to go wrong in it.
+            auto_decompress=False,
+        )
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to bytes that are no request, in OpenAI's form."""
+        super().handle_error(request, status, exc, message)
+        said = " ".join((message or "").split()).removesuffix(" ^")  # aiohttp points at bytes
+        error: XyliteError = EngineError("internal error")
+        if status < 500:
+            error = HttpError(status, f"this is not an HTTP request: {said}", code="bad_request")
+        answer = error_response(error)
+        answer.headers["X-Request-Id"] = secrets.token_hex(16)
+        answer.headers["Server"] = "xylite"
+        answer.headers["X-Content-Type-Options"] = "nosniff"
+        answer.force_close()
+        return answer
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """One line, without the traceback that anyone could provoke."""
+        exc = kw.get("exc_info")
+        broken = type(exc).__module__ == "aiohttp.http_exceptions"
+        if broken or isinstance(exc, web.RequestPayloadError):
+            self.logger.info("%s (%s)", args[0] % args[1:], " ".join(str(exc).split()))
+        else:
+            self.logger.error("%s: %r", args[0] % args[1:], exc)
+
+
+def _protocol_log() -> logging.Logger:
+    return logging.getLogger("xylite.http.protocol")
+
+
+def _reason(e: OSError) -> str:
+    """Why, without the address that asyncio repeats."""
+    if e.errno is not None and e.errno in errno.errorcode:
+        return os.strerror(e.errno)
+    return e.strerror or str(e)
+
+
+def _tls(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as e:
+        raise ConfigError(f"ssl_certfile {config.ssl_certfile}: {e}") from None
+    return context

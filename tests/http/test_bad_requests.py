@@ -13,7 +13,7 @@ from yarl import URL
 from tests.http.conftest import Connect
 from tests.http.fake_engine import FakeEngine
 from tests.http.wire import CHAT, TEXT, USER, error_of
-from xylite.errors import RequestError
+from xylite.errors import Overloaded, RequestError
 from xylite.http import protocol
 
 BIG = 2**63
@@ -94,7 +94,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("ignore_eos", ["yes", 1]),
     ("response_format", ["json", {"type": "json_object"}, {"type": "json_schema"}, {"type": "x"}]),
     ("structured_outputs", [{"json": {}}, {"regex": "a"}]),
-    ("guided_json", [{"type": "object"}, "{}"]),
+    ("guided_json", [{"type": "object"}, "{}", {}]),
     ("guided_regex", ["a+"]),
     ("guided_choice", [["a"]]),
     ("regex", ["a"]),
@@ -126,6 +126,8 @@ CHAT_WRONG: list[tuple[str, list[Any]]] = [
     ("chat_template_kwargs", [{"tokenize": True}, {"chat_template": "x"}, {"messages": []}, "x"]),
     ("chat_template_kwargs", [{"add_generation_prompt": False}, {"tools": []}]),
     ("messages", [[], None, "x", 5, ["x"], [5], [[]], {"role": "user"}]),
+    ("messages", [[{"role": "user"}], [{"role": "tool", "content": None}]]),
+    ("messages", [[{"role": "critic", "content": "x"}], [{"role": "assistant", "tool_calls": []}]]),
     ("messages", [[{"content": "x"}], [{"role": "<|im_end|>", "content": "x"}]]),
     ("messages", [[{"role": "user", "content": 5}], [{"role": "user", "content": [5]}]]),
     ("messages", [[{"role": 5, "content": "x"}], [{"role": ["user"], "content": "x"}]]),
@@ -514,3 +516,60 @@ async def test_model_names(connect: Connect) -> None:
         response = await client.post(path, json={**body, "model": "main"})
         error = await error_of(response, 404, "model_not_found")
         assert (error["type"], error["param"]) == ("not_found_error", "model")
+
+
+class Full(FakeEngine):
+    """An engine with no room for anything."""
+
+    def require_room(self, n: int) -> None:
+        raise Overloaded("the queue is full")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_what_can_never_run_is_400_even_when_the_queue_is_full(
+    connect: Connect, path: str
+) -> None:
+    client = await connect(Full())
+    body = chat() if path == CHAT else {"prompt": "x"}
+    response = await client.post(path, json={**body, "n": 1000})
+    error = await error_of(response, 400)
+    assert (error["message"], error["param"]) == ("n must be in [1, 128], got 1000", "n")
+    await error_of(await client.post(path, json={**body, "temperature": 3}), 400)
+    await error_of(await client.post(path, json={**body, "n": 128}), 503, "queue_full")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "the request body is empty"),
+        (" \n", "the request body is empty"),
+        ("[]", "the request body must be an object, got a list"),
+        ('{"n": "1"}', "n must be an integer, got a string"),
+        ('{"n": true}', "n must be an integer, got a boolean"),
+        ('{"n": 1234567.5}', "n must be an integer, got 1234567.5"),
+        ('{"temperature": "1"}', "temperature must be a number, got a string"),
+        ('{"stop": {}}', "stop must be a string or a list, got an object"),
+        ('{"stop_token_ids": [1.5]}', "stop_token_ids[0] must be an integer, got a number with"),
+        ('{"max_tokens": -12345678}', "got -12345678"),
+        ('{"max_tokens": 3000000000}', "got 3000000000"),
+    ],
+)
+async def test_errors_speak_of_json_and_give_exact_numbers(
+    connect: Connect, body: str, said: str
+) -> None:
+    client = await connect()
+    headers = {"Content-Type": "application/json"}
+    error = await error_of(await client.post(CHAT, data=body, headers=headers), 400)
+    assert said in error["message"]
+
+
+async def test_errors_of_messages_name_the_place_and_the_roles(connect: Connect) -> None:
+    client = await connect()
+    messages = [*USER, {"role": "critic", "content": "x"}]
+    error = await error_of(await client.post(CHAT, json={"messages": messages}), 400)
+    assert error["param"] == "messages[1].role"
+    assert "assistant, developer" in error["message"] and "'critic'" in error["message"]
+    messages = [{"role": "assistant", "content": None}]
+    error = await error_of(await client.post(CHAT, json={"messages": messages}), 400)
+    assert error["param"] == "messages[0].content"
+    assert error["message"] == "messages[0] has neither content nor tool_calls"

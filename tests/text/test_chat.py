@@ -194,6 +194,7 @@ def test_role_may_complete_a_control_token():
 
 def test_role_of_the_clients_own_completes_no_control_token():
     source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|im_end|>"
+    source += "{% if messages[0].role == 'im_end' %}{% endif %}"
     ids = encode_chat(BYTES, template(source), [{"role": "im_end", "content": "a"}])
     assert [i for i in ids if BYTES.is_special(i)] == [END]
 
@@ -448,3 +449,24 @@ def test_tools_are_objects():
 def test_content_of_another_type_is_named(content: Any):
     with pytest.raises(RequestError, match=r"messages\[0\].content must be"):
         text_of(CHATML, {"role": "user", "content": content})
+
+
+def test_roles_are_the_usual_ones_and_those_the_template_compares_with():
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    critic = [{"role": "critic", "content": "x"}]
+    with pytest.raises(RequestError, match=r"messages\[0\]\.role must be one of .*user, or one"):
+        render_chat(template(source), critic)
+    knowing = template("{% if messages[0].role == 'critic' %}!{% endif %}" + source)
+    assert plain(render_chat(knowing, critic)) == "!critic:x"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_content_may_be_missing_only_beside_something_else(content: dict[str, Any]):
+    t = template("{% for m in messages %}[{{ m.content }}]{{ m.tool_calls|length }}{% endfor %}")
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "tool_calls": [call], **content}
+    assert plain(render_chat(t, [message])) == "[]1"
+    if content != {"content": ""}:
+        for role in ("user", "assistant", "tool"):
+            with pytest.raises(RequestError, match="neither content nor tool_calls"):
+                render_chat(t, [{"role": role, "tool_calls": [], **content}])

@@ -30,7 +30,7 @@ from xylite.http.protocol import (
 )
 from xylite.http.service import SERVICE, Service
 from xylite.http.stream import Batch, Pending, TimeLimits
-from xylite.runtime.request import SamplingParams
+from xylite.runtime.request import SamplingParams, check_params
 from xylite.text_engine import TextEvent, TextStream
 
 MAX_TOKENS = 2**31
@@ -73,7 +73,7 @@ async def _params(service: Service, asked: ChatRequest) -> SamplingParams:
     name = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = whole(name, getattr(asked, name))
     if max_tokens is not None and not 1 <= max_tokens <= MAX_TOKENS:
-        raise RequestError(f"{name} must be in [1, {MAX_TOKENS}], got {max_tokens:g}", param=name)
+        raise RequestError(f"{name} must be in [1, {MAX_TOKENS}], got {max_tokens}", param=name)
     top = whole("top_logprobs", asked.top_logprobs)
     if top and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -89,6 +89,8 @@ async def _params(service: Service, asked: ChatRequest) -> SamplingParams:
         logprobs=(top or 0) if asked.logprobs else None,
         banned_token_ids=await banned_tokens(service.engine, asked.bad_words),
     )
+    # Before require_room: what no server could take is the client's mistake, full or not.
+    check_params(params, service.engine.limits)
     check_num_sequences(1, params.n)
     return params
 

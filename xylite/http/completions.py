@@ -28,7 +28,7 @@ from xylite.http.protocol import (
 )
 from xylite.http.service import SERVICE, Service
 from xylite.http.stream import Batch, Pending, TimeLimits
-from xylite.runtime.request import SamplingParams
+from xylite.runtime.request import SamplingParams, check_params
 from xylite.text_engine import TextEngine, TextEvent, TextLogprob, TextStream
 
 MAX_PROMPTS = 1024
@@ -118,10 +118,10 @@ async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:
     elif max_tokens < (0 if asked.echo else 1):
         # 0 with echo is how evaluation harnesses score a text.
         raise RequestError(
-            f"max_tokens must be at least 1 (0 with echo), got {max_tokens:g}", param="max_tokens"
+            f"max_tokens must be at least 1 (0 with echo), got {max_tokens}", param="max_tokens"
         )
     logprobs = whole("logprobs", asked.logprobs)
-    return sampling_params(
+    params = sampling_params(
         asked,
         defaults,
         max_tokens=max_tokens,
@@ -129,6 +129,9 @@ async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:
         prompt_logprobs=logprobs if asked.echo else None,
         banned_token_ids=await banned_tokens(service.engine, asked.bad_words),
     )
+    # Before require_room: what no server could take is the client's mistake, full or not.
+    check_params(params, service.engine.limits)
+    return params
 
 
 class CompletionForm:

@@ -181,7 +181,22 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
+# Fields among them whose value is a schema.
+SCHEMAS = frozenset(("guided_json", "json_schema"))
+
 _PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_TYPES = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`$")
+_JSON_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "int": "an integer",
+        "float": "a number with a fraction",
+        "number": "a number",
+        "str": "a string",
+        "bool": "true or false",
+        "array": "a list",
+        "object": "an object",
+    }
+)
 
 
 def decode(
@@ -192,6 +207,8 @@ def decode(
     strict  unknown fields are errors
     note    called with the name of each field that is accepted without effect, and why
     """
+    if not body or body.isspace():
+        raise RequestError("the request body is empty", code="invalid_json")
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         known = frozenset(kind.__struct_fields__)
@@ -201,16 +218,30 @@ def decode(
     except RecursionError:
         raise RequestError("the JSON body is nested too deeply", code="invalid_json") from None
     except msgspec.ValidationError as e:
-        message = str(e)
-        found = _PATH.match(message)
-        if found is None:
-            raise RequestError(f"the request body is not right: {message}") from None
-        what, place = found.groups()
-        raise RequestError(f"{place}: {what[:1].lower()}{what[1:]}", param=place) from None
+        found = _PATH.match(str(e))
+        what, place = found.groups() if found else (str(e), None)
+        said = _in_json_words(what)
+        raise RequestError(f"{place or 'the request body'} {said}", param=place) from None
     except (msgspec.MsgspecError, UnicodeError) as e:
         raise RequestError(
             f"the request body is not valid JSON: {e}", code="invalid_json"
         ) from None
+
+
+def _in_json_words(problem: str) -> str:
+    """What msgspec found, as "must be an integer, got a string"."""
+    found = _TYPES.match(problem)
+    if found is None:
+        return f"is not right: {problem[:1].lower()}{problem[1:]}"
+    wanted = found[1].split(" | ")
+    if {"int", "float"} <= set(wanted):
+        wanted.remove("float")  # a Whole: 1.0 may be written for 1
+    elif "float" in wanted:
+        wanted[wanted.index("float")] = "number"
+    # Null is the same as leaving a field out; nobody needs to be told to send it.
+    kinds = [_JSON_WORDS.get(k, k) for k in wanted if k != "null"]
+    got = "a boolean" if found[2] == "bool" else _JSON_WORDS.get(found[2], found[2])
+    return f"must be {' or '.join(kinds)}, got {got}"
 
 
 def _check_other(
@@ -219,7 +250,9 @@ def _check_other(
     """A field that the endpoint does not read."""
     if name in UNSUPPORTED:
         value = msgspec.json.decode(raw)
-        if not _is_nothing(value) and value not in UNSUPPORTED[name]:
+        # {} is a schema (any JSON), so asking with it is asking.
+        is_nothing = value is None if name in SCHEMAS else _is_nothing(value)
+        if not is_nothing and value not in UNSUPPORTED[name]:
             raise unsupported(name)
     elif name in IGNORED:
         if bytes(raw) != b"null":
@@ -254,7 +287,7 @@ def whole(name: str, value: Whole) -> int | None:
         return value
     if value.is_integer():
         return int(value)
-    raise RequestError(f"{name} must be an integer, got {value:g}", param=name)
+    raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
 
 
 def check_response_format(value: dict[str, Any] | None) -> None:

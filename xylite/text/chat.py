@@ -25,6 +25,8 @@ MAX_NESTING = 100
 ROLES = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
 )
+# What a message may hold instead of content. "" is content: an answer may have been empty.
+_INSTEAD = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
 _TEXT_PARTS = ("text", "refusal", "thinking")
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -172,9 +174,10 @@ def prepare_messages(
     """Messages as sent by OpenAI clients, in the form that templates of Hugging Face expect.
 
     Content is one string, or a list of parts if the template walks over parts; null and missing
-    are "". Arguments of tool calls are objects. Members that are null are left out. The reasoning
-    of a turn is there under both names. `developer` becomes `system`, and `function` becomes
-    `tool`, unless the template compares with that role itself.
+    are "" beside tool calls, and refused without. Roles are the usual ones and those that the
+    template compares with. Arguments of tool calls are objects. Members that are null are left
+    out. The reasoning of a turn is there under both names. `developer` becomes `system`, and
+    `function` becomes `tool`, unless the template compares with that role itself.
     """
     if not messages:
         raise RequestError("messages is empty: at least one is needed", param="messages")
@@ -203,6 +206,14 @@ def _prepared(index: int, message: Any, template: ChatTemplate) -> dict[str, Any
             f"{where}.role must be a word of 1 to 64 characters, such as user, got {role!r:.80}",
             param=f"{where}.role",
         )
+    if role not in ROLES and role not in template.compared:
+        raise RequestError(
+            f"{where}.role must be one of {', '.join(sorted(ROLES))}, or one that the chat "
+            f"template knows; got {role!r}",
+            param=f"{where}.role",
+        )
+    if message.get("content") is None and not any(message.get(k) for k in _INSTEAD):
+        raise RequestError(f"{where} has neither content nor tool_calls", param=f"{where}.content")
     if role not in template.compared:
         role = {"developer": "system", "function": "tool"}.get(role, role)
     out = {str(k): v for k, v in message.items() if v is not None}

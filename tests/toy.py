@@ -50,6 +50,8 @@ class ToyExecutor:
             if (step.number, i) in self.corrupt:
                 flat[t.slots[t.q_start[i] : t.q_start[i + 1]]] = GARBAGE
             finite[i] = not (self._visible(t, int(t.q_start[i + 1]) - 1) >= GARBAGE).any()
+            if not finite[i]:  # as NaN would, from layer to layer
+                flat[t.slots[t.q_start[i] : t.q_start[i + 1]]] = GARBAGE
         ids = np.array(
             [
                 self._draw(step, r, int(self._visible(t, row).sum()), mask)
@@ -60,9 +62,7 @@ class ToyExecutor:
         self.last_ids = ids
         for i in np.flatnonzero(finite).tolist():
             used = t.block_table[i, : -(-int(t.kv_len[i]) // self.block_size)]
-            assert (self.pool[used] < GARBAGE).all(), (
-                "garbage in a used block"
-            )
+            assert (self.pool[used] < GARBAGE).all(), "garbage in a used block"
         accepted = self._verify(step, ids)
         if step.compact:
             self._compact(step, accepted)

@@ -54,7 +54,12 @@ class LLM:
             raise
 
     def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C stops the work, too
+            raise
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -95,18 +100,26 @@ class LLM:
             async with room:
                 return await self._complete(prompt, params)
 
-        return list(await asyncio.gather(*map(one, prompts)))
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _complete(
         self, prompt: str | Sequence[int], params: SamplingParams
     ) -> list[Completion]:
         stream = await self._engine.submit(prompt, params)
         events: list[list[TextEvent]] = [[] for _ in range(params.n)]
-        async for event in stream:
-            if event.error is not None:
-                await stream.aclose()
-                raise event.error
-            events[event.index].append(event)
+        try:
+            async for event in stream:
+                if event.error is not None:
+                    raise event.error
+                events[event.index].append(event)
+        finally:
+            await stream.aclose()
         return [_completion(e, stream.prompt_token_ids) for e in events]
 
     def close(self) -> None:

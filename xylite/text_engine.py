@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -156,9 +156,8 @@ class TextStream(EventQueue[TextEvent]):
             text.num_output += 1
             if token == event.stop_token and not self._shows_stop_token(token):
                 continue
-            piece = text.detokenizer.add((token,))
-            if text.num_output > self._params.min_tokens:
-                piece, matched = text.stops.add(piece)
+            armed = text.num_output > self._params.min_tokens
+            piece, matched = text.stops.add(text.detokenizer.add((token,)), armed=armed)
             pieces.append(piece)
             if matched is not None:
                 break
@@ -166,9 +165,11 @@ class TextStream(EventQueue[TextEvent]):
         if matched is not None:
             finish, stop_reason = "stop", matched
         elif finish is not None:
-            piece, _ = text.stops.add(text.detokenizer.finish())
-            pieces += (piece, text.stops.flush())
-            if event.stop_token is not None and event.stop_token not in self._end_tokens:
+            piece, matched = text.stops.add(text.detokenizer.finish())
+            pieces += (piece, "" if matched is not None else text.stops.flush())
+            if matched is not None and finish == "length":
+                finish, stop_reason = "stop", matched
+            elif event.stop_token is not None and event.stop_token not in self._end_tokens:
                 stop_reason = event.stop_token
         return TextEvent(
             index=event.index,
@@ -244,7 +245,7 @@ class TextEngine:
                 device, build, self.config, checkpoint, self.tokenizer.vocab_size, draft
             )
         except BaseException:
-            self._stop_threads()
+            await self._stop_threads()
             raise
         self.config, self.limits = parts.config, parts.limits
         self._engine = Engine(
@@ -263,12 +264,14 @@ class TextEngine:
     async def __aexit__(self, *exc: object) -> None:
         if self._engine is not None:
             await self._engine.close()
-        self._stop_threads()
+        await self._stop_threads()
 
-    def _stop_threads(self) -> None:
-        for pool in self._threads:
-            pool.shutdown(wait=self.state != "dead", cancel_futures=True)
-        self._threads = []
+    async def _stop_threads(self) -> None:
+        pools, self._threads = self._threads, []
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if self.state != "dead":
+                await asyncio.to_thread(pool.shutdown)
 
     def _open(self) -> Checkpoint:
         """Read everything but the weights."""
@@ -327,6 +330,7 @@ class TextEngine:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; control tokens in it are recognised, as tokenizers do."""
+        self._running()
         self._check_length(text)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
@@ -412,6 +416,8 @@ class TextEngine:
     ) -> TextStream:
         """Check and queue a request. RequestError (4xx) and Overloaded (503) are raised here."""
         engine = self._running()
+        if isinstance(params.stop, str):
+            params = replace(params, stop=(params.stop,))
         check_stops(params.stop)
         check_params(params, self.limits)
         engine.require_room(params.n)

@@ -244,7 +244,11 @@ async def test_sink_that_raises_loses_its_request_only():
 
     async with toy_engine() as (engine, _):
         request = toy_request("broken", [1], SamplingParams(max_tokens=5))
-        engine.submit(request, Broken(1))
+        queue = Broken(1)
+        engine.submit(request, queue)
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(anext(queue), 10)
+        assert engine.num_unfinished == 0
         request, queue, _ = ask(engine, "fine", [2], max_tokens=5)
         assert (await read(queue))[0] == expected_tokens(request)
 
@@ -309,3 +313,55 @@ async def test_request_that_arrives_during_an_iteration_is_in_the_next_one():
         assert [t for t, _ in answers] == [expected_tokens(first), expected_tokens(second)]
         # 4 iterations for the first's tokens, and the second ran beside the last three.
         assert engine.scheduler.counters.num_steps <= 6
+
+
+async def test_device_that_hangs_after_an_iteration_failed_is_given_up():
+    async with toy_engine(watchdog_s=0.2, async_scheduling=True) as (engine, runner):
+        runner.open.clear()
+        runner.raise_at = {1}
+        _, queue, _ = ask(engine, "r", [1, 2], max_tokens=9, ignore_eos=True)
+        await entered(runner)
+        real = runner.run
+
+        def run(step, mask=None):
+            if step.number == 2:
+                runner.open.clear()
+            return real(step, mask)
+
+        runner.run = run
+        runner.open.set()
+        assert (await asyncio.wait_for(read(queue), 10))[1].finish_reason == "error"
+        await asyncio.wait_for(engine.dead.wait(), 10)
+
+
+async def test_observer_that_raises_stops_nothing():
+    class Broken:
+        def on_finished(self, record):
+            raise ValueError("broken")
+
+    async with toy_engine() as (engine, _):
+        engine.observers.insert(0, Broken())
+        for i in range(2):
+            request, queue, _ = ask(engine, f"r{i}", [i], max_tokens=3)
+            assert (await read(queue))[0] == expected_tokens(request)
+        assert len(engine.observers[1].records) == 2
+
+
+@pytest.mark.parametrize("method", ["fill", "accept"])
+async def test_constraint_that_raises_ends_its_own_request_only(method):
+    class Broken(SumConstraint):
+        pass
+
+    def fail(self, *args):
+        raise ValueError("broken")
+
+    setattr(Broken, method, fail)
+    async with toy_engine() as (engine, _):
+        _, bad, _ = ask(engine, "bad", [1], max_tokens=5, ignore_eos=True, constraint=Broken)
+        request, good, _ = ask(
+            engine, "good", [2], max_tokens=5, ignore_eos=True, constraint=SumConstraint
+        )
+        (_, last), (tokens, _) = await asyncio.gather(read(bad), read(good))
+        assert last.error.code == "constraint_failed"
+        assert tokens == expected_tokens(request)
+        assert engine.state == "ready"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.runtime.driver import Driver
 from tests.toy import expected_tokens, toy_request
-from xylite.errors import Overloaded
+from xylite.errors import Overloaded, RequestError
 from xylite.runtime.request import Draft, SamplingParams
 from xylite.runtime.scheduler import AGEING_S, NO_PASSING_S
 
@@ -336,3 +336,73 @@ def test_failed_iteration_removes_what_it_promised_and_requeues_those_who_built_
     assert driver.blocks.num_cached == 0
     driver.run()
     assert driver.tokens("later") == expected_tokens(later)
+
+
+def test_decode_and_prefill_take_turns_where_there_is_room_for_one_token():
+    driver = Driver(budget=1, max_num_seqs=2)
+    ask(driver, "talks", [1], 60)
+    for _ in range(3):
+        step(driver)
+    ask(driver, "comes", [2, 3], 2)
+    for _ in range(6):
+        step(driver)
+    assert driver.tokens("comes"), "the prompt waits for the end of the other's answer"
+
+
+def test_values_that_are_not_finite_stay_out_of_the_tree_if_their_client_has_left():
+    driver = Driver()
+    driver.executor.corrupt = {(0, 0)}
+    ask(driver, "bad", [1] * 12)
+    plan, made = driver.plan()
+    driver.scheduler.stop(plan.chunks[0].seq, "abort")
+    assert driver.scheduler.commit(plan, driver.executor.run(made)) == []
+    driver.check()
+    again = ask(driver, "again", [1] * 12)
+    driver.run()
+    assert driver.tokens("again") == expected_tokens(again)
+    assert driver.scheduler.counters.corrupted == 0
+
+
+def test_sequence_that_starts_over_and_is_stopped_at_once_is_gone():
+    driver = Driver(block_size=4)
+    driver.executor.corrupt = {(0, 0)}
+    ask(driver, "r", [1] * 12, n=2)
+    plan, made = driver.plan()
+    ahead = driver.plan(ahead=True)
+    outcomes = driver.scheduler.commit(plan, driver.executor.run(made))
+    assert [event.finish_reason for _, event in outcomes] == ["error"]
+    driver.scheduler.stop(driver.sequences["r", 1], "abort")
+    if ahead:
+        driver.scheduler.commit(ahead[0], driver.executor.run(ahead[1]))
+    driver.check()
+    assert driver.scheduler.num_unfinished == 0
+    assert driver.blocks.num_free == driver.blocks.num_blocks
+
+
+def test_block_of_an_iteration_in_flight_is_no_source_of_a_copy():
+    driver = Driver(block_size=8)
+    ask(driver, "first", [1] * 8 + [2] * 8, 4)
+    driver.plan()
+    ask(driver, "second", [1] * 8 + [2] * 3 + [4] * 3, 4)
+    plan, _ = driver.plan(ahead=True)
+    assert not plan.copies
+
+
+def test_tokens_found_again_after_starting_over_are_not_counted_as_cached():
+    driver = Driver(block_size=4, budget=64)
+    ask(driver, "first", list(range(20)), 3)
+    plan, made = driver.plan()
+    driver.executor.raise_at = {1}
+    driver.scheduler.commit(plan, driver.executor.run(made))
+    other = ask(driver, "other", [50] * 20, 3)
+    driver.run()
+    assert driver.finish("first") == "error"
+    assert driver.finish("other") == "error" or driver.tokens("other") == expected_tokens(other)
+    assert all(s.num_cached < s.num_prompt for s in driver.sequences.values())
+    assert driver.scheduler.counters.prefix_hits == 0
+
+
+def test_request_that_can_never_fit_is_the_clients_mistake():
+    driver = Driver(max_num_seqs=2, max_queued=1)
+    with pytest.raises(RequestError, match="at most 3"):
+        ask(driver, "a", [1], n=4)

@@ -96,7 +96,6 @@ class SampleBatch:
     """A SampleTable on the device; meanings as in runtime/step.py.
 
     uniform      [R] float32 in [0, 1), drawn from (seed, token index)
-    num_logprobs as in SampleTable
     penalised    some row has a penalty
     filtered     some row uses top_k, top_p or min_p
     greedy       every row has temperature 0

@@ -187,11 +187,11 @@ class KVBlocks:
             num += 1
         return num
 
-    def partial(self, seq: Sequence, step: int) -> Copy | None:
+    def partial(self, seq: Sequence) -> Copy | None:
         """Copy-on-write of the longest beginning of the next block that the tree holds.
 
-        None if there is none, or no block to copy to. Blocks filled by `step` itself cannot be
-        sources: copies run before it.
+        None if there is none, or no block to copy to. Blocks of uncommitted steps are no sources:
+        if such a step fails, nobody would know who copied from it.
         """
         size = self.block_size
         if not self.reuse or seq.diverged or seq.num_planned != seq.num_shared * size:
@@ -208,7 +208,7 @@ class KVBlocks:
         for key in order[max(i - 1, 0) : i + 1]:
             child = seq.node.children[key]
             common = _common(want, key)
-            if common > num and child.pending != step:
+            if common > num and child.pending == COMMITTED:
                 best, num = child, common
         if best is None:
             return None

@@ -301,6 +301,11 @@ def _task_builder(
     """Makes the task tables of a token table: one per kind of attention, for this device."""
     device = table.device
     if not device.tile_classes:
+        if batch_invariant:
+            raise ConfigError(
+                f"batch_invariant is not there on {table.name} without kernels of its own",
+                param="batch_invariant",
+            )
         return lambda tokens: ()
     classes = [
         device.classes_of(spec.head_dim, kind) if device.classes_of else device.tile_classes

@@ -74,6 +74,10 @@ class Sink(Protocol):
         """
         ...
 
+    def abandon(self, error: XyliteError) -> None:
+        """Nothing more comes: `put` raised."""
+        ...
+
 
 class Ticket:
     """One accepted request inside the engine: its sequences, and how to end them."""
@@ -99,11 +103,17 @@ class EventQueue(Generic[E]):
         self._events: deque[E] = deque()
         self._ready = asyncio.Event()
         self._open = num_open
+        self._error: XyliteError | None = None
 
     def add(self, event: E, *, is_last: bool) -> None:
         """Append an event; is_last: no more come of its sequence."""
         self._events.append(event)
         self._open -= is_last
+        self._ready.set()
+
+    def abandon(self, error: XyliteError) -> None:
+        """No more events come; the reader gets the error after those that are there."""
+        self._error = error
         self._ready.set()
 
     def __aiter__(self) -> "EventQueue[E]":
@@ -113,6 +123,9 @@ class EventQueue(Generic[E]):
         while not self._events:
             if self._open <= 0:
                 raise StopAsyncIteration
+            if self._error is not None:
+                self._open = 0
+                raise self._error
             self._ready.clear()
             await self._ready.wait()
         return self._events.popleft()
@@ -259,18 +272,18 @@ class Engine:
         except TimeoutError:
             error = EngineError("the server is shutting down", code="shutdown")
             for ticket in list(self._tickets.values()):
-                self._fail_ticket(ticket, error)
+                self._fail(ticket, error)
 
     async def close(self) -> None:
         """Abort what runs and stop; the device thread is idle afterwards."""
         self.state = "closed" if self.state != "dead" else "dead"
         error = EngineError("the engine was closed", code="shutdown")
         for ticket in list(self._tickets.values()):
-            self._fail_ticket(ticket, error)
+            self._fail(ticket, error)
         self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def _fail_ticket(self, ticket: Ticket, error: XyliteError) -> None:
+    def _fail(self, ticket: Ticket, error: XyliteError) -> None:
         for seq in ticket.sequences:
             if seq.finish is None:
                 self.scheduler.stop(seq, "error")
@@ -308,6 +321,8 @@ class Engine:
             if isinstance(result, Exception):
                 await self._commit_failure(flight, result, following)
                 flight = None
+                if self.state == "dead":
+                    return
                 continue
             self._failed_in_a_row = 0
             self._deliver(self.scheduler.commit(flight.plan, result))
@@ -343,7 +358,14 @@ class Engine:
         if not flight.step.num_mask_rows:
             return None
         mask = np.empty((flight.step.num_mask_rows, self._num_words), np.int32)
-        fill_masks(flight.plan, mask)
+        for seq in fill_masks(flight.plan, mask):
+            _log.error("request %s: its constraint failed", seq.request.id)
+            ticket = self._tickets.get(seq.request.id)
+            if ticket is not None:
+                self._fail(
+                    ticket,
+                    EngineError("the request's constraint failed", code="constraint_failed"),
+                )
         return mask
 
     def _submit_sampling(self, flight: _Flight) -> None:
@@ -407,7 +429,10 @@ class Engine:
             if vain is None and following.forwarded is not None:
                 vain = asyncio.wrap_future(following.forwarded)
             assert vain is not None
-            await asyncio.wait([vain])
+            done, _ = await asyncio.wait([vain], timeout=self._watchdog_s)
+            if not done:
+                self._die("the device does not answer")
+                return
             vain.exception()  # its outcome is of no interest, failed or not
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             self._die("the device fails every iteration")
@@ -448,7 +473,7 @@ class Engine:
         self.state = "dead"
         error = EngineError(why, code="engine_dead")
         for ticket in list(self._tickets.values()):
-            self._fail_ticket(ticket, error)
+            self._fail(ticket, error)
         self._idle.set()
         self.dead.set()
 
@@ -465,7 +490,7 @@ class Engine:
                 num, finish = ticket.sink.put(event)
             except Exception:  # noqa: BLE001 - a sink's fault ends its request, not the engine
                 _log.exception("request %s: its events cannot be delivered", seq.request.id)
-                self.cancel(ticket)
+                self._abandon(ticket)
                 continue
             if num:
                 self._note_tokens(self._records[seq.request.id], seq, num, now)
@@ -476,6 +501,16 @@ class Engine:
                 ended.append(ticket)
         for ticket in ended:
             self._close_if_done(ticket)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """End a request whose sink cannot take its events; its reader gets an error."""
+        for seq in ticket.sequences:
+            if seq.finish is None:
+                self.scheduler.stop(seq, "error")
+            self._last_delivery.pop((seq.request.id, seq.index), None)
+        self._records[ticket.request.id].worst("error")
+        ticket.sink.abandon(EngineError("the answer could not be put into words"))
+        self._close_if_done(ticket)
 
     def _note_tokens(self, record: RequestRecord, seq: Sequence, num: int, now: float) -> None:
         if record.first_token is None:
@@ -511,7 +546,10 @@ class Engine:
         record.ended = self._clock()
         self.tallies.finished[record.finish_reason] += 1
         for observer in self.observers:
-            observer.on_finished(record)
+            try:
+                observer.on_finished(record)
+            except Exception:  # noqa: BLE001 - who only looks on must not stop the work
+                _log.exception("an observer of requests failed")
         if not self._tickets:
             self._wake.set()
 

@@ -17,6 +17,7 @@ from xylite.errors import RequestError, XyliteError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_SEED = 2**63 - 1
+MAX_INT = 2**31 - 1
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 
@@ -164,10 +165,17 @@ def _in_range(name: str, value: float, low: float, high: float, low_open: bool =
     fits = (low < value if low_open else low <= value) and value <= high
     if not fits:
         bracket = "(" if low_open else "["
-        high_text = "inf)" if math.isinf(high) else f"{high:g}]"
         raise RequestError(
-            f"{name} must be in {bracket}{low:g}, {high_text}, got {value:g}", param=name
+            f"{name} must be in {bracket}{_shown(low)}, {_shown(high)}], got {_shown(value)}",
+            param=name,
         )
+
+
+def _shown(value: float) -> str:
+    """A number as a client wrote it: integers in full."""
+    if math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return f"{value:g}"
 
 
 def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -184,8 +192,8 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     p = params
     _in_range("n", p.n, 1, limits.max_n)
     if p.max_tokens is not None:
-        _in_range("max_tokens", p.max_tokens, 0, 2**31)
-    _in_range("min_tokens", p.min_tokens, 0, 2**31)
+        _in_range("max_tokens", p.max_tokens, 0, MAX_INT)
+    _in_range("min_tokens", p.min_tokens, 0, MAX_INT)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise RequestError(
             f"min_tokens ({p.min_tokens}) is greater than max_tokens ({p.max_tokens})",
@@ -193,11 +201,11 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         )
     _in_range("temperature", p.temperature, 0, 2)
     _in_range("top_p", p.top_p, 0, 1, low_open=True)
-    _in_range("top_k", p.top_k, -1, 2**31)
+    _in_range("top_k", p.top_k, -1, MAX_INT)
     _in_range("min_p", p.min_p, 0, 1)
     _in_range("presence_penalty", p.presence_penalty, -2, 2)
     _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
-    _in_range("repetition_penalty", p.repetition_penalty, 0, 100, low_open=True)
+    _in_range("repetition_penalty", p.repetition_penalty, 0.01, 100)
     if len(p.logit_bias) > MAX_LOGIT_BIAS:
         raise RequestError(
             f"logit_bias has {len(p.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}",
@@ -226,6 +234,27 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
             )
         _ids_in_vocabulary("allowed_token_ids", p.allowed_token_ids, limits.vocab_size)
     _ids_in_vocabulary("banned_token_ids", p.banned_token_ids, limits.vocab_size)
+    for name in ("allowed_token_ids", "banned_token_ids"):
+        ids = getattr(p, name)
+        if ids is not None and len(ids) > limits.vocab_size:
+            raise RequestError(
+                f"{name} has {len(ids)} entries, the vocabulary {limits.vocab_size}", param=name
+            )
+
+
+def _some_token_is_left(params: SamplingParams, end_tokens: frozenset[int]) -> None:
+    """RequestError if allowed, banned and minimum leave nothing to choose from."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - set(params.banned_token_ids)
+    if params.min_tokens:
+        left -= end_tokens | set(params.stop_token_ids)
+    if not left:
+        raise RequestError(
+            "allowed_token_ids leaves no token that could be chosen: all are banned, or end the "
+            "answer before min_tokens",
+            param="allowed_token_ids",
+        )
 
 
 def make_request(
@@ -267,6 +296,7 @@ def make_request(
             )
         wanted = fits
     end: frozenset[int] = frozenset() if params.ignore_eos else end_tokens
+    _some_token_is_left(params, end)
     return Request(
         id=request_id,
         prompt=tuple(prompt),

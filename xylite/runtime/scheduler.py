@@ -12,7 +12,7 @@ No clock, no randomness, no I/O: `now` is passed in, so a run can be replayed ex
 
 from dataclasses import dataclass, field
 
-from xylite.errors import EngineError, Overloaded, XyliteError
+from xylite.errors import EngineError, Overloaded, RequestError, XyliteError
 from xylite.runtime.blocks import Copy, KVBlocks
 from xylite.runtime.request import Draft, FinishReason, Request, TokenEvent, TokenLogprob
 from xylite.runtime.sequence import Sequence
@@ -20,6 +20,7 @@ from xylite.runtime.step import LogprobRows, StepResult
 
 AGEING_S = 10.0  # waiting this long is worth one level of priority
 NO_PASSING_S = 5.0  # a request that waited this long for memory is not passed by others
+MAX_TRIES = 8  # waiting requests that are tried for memory in one iteration
 LONG_SHARE = 4  # a prompt longer than the budget leaves 1/LONG_SHARE of it to those behind
 
 
@@ -127,8 +128,13 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def require_room(self, n: int) -> None:
-        """Overloaded unless n more sequences may run or wait."""
+        """Overloaded unless n more sequences may run or wait; RequestError if they never may."""
         limit = self.max_num_seqs + self.max_queued
+        if n > limit:
+            raise RequestError(
+                f"this request makes {n} sequences, this server takes at most {limit} at a time",
+                param="n",
+            )
         if n > limit - self.num_unfinished:
             raise Overloaded(
                 f"the server is full: {self.num_unfinished} sequences are running or waiting, the "
@@ -151,14 +157,13 @@ class Scheduler:
             self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        """Let go of a finished sequence, unless a step in flight still holds it."""
-        if seq.num_inflight:
-            return
-        if seq.row >= 0:
+        """Let go of a finished sequence, unless a step in flight still holds its blocks."""
+        if seq.row < 0:
+            if seq in self.waiting:
+                self.waiting.remove(seq)
+        elif not seq.num_inflight:
             self._give_back(seq)
             self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
 
     def _give_back(self, seq: Sequence) -> None:
         """Blocks and row return; the sequence starts over when planned again."""
@@ -169,8 +174,11 @@ class Scheduler:
         seq.draft = None
         seq.epoch += 1
 
-    def _requeue(self, seq: Sequence) -> None:
+    def _requeue(self, seq: Sequence, *, poisoned: bool = False) -> None:
+        """Start over later. poisoned: a step has written to its blocks what nobody may read."""
+        seq.poisoned = poisoned
         self._give_back(seq)
+        seq.poisoned = False
         self.running.remove(seq)
         self.waiting.append(seq)
 
@@ -193,6 +201,14 @@ class Scheduler:
         ahead: another iteration is in flight. Nobody is preempted then, and sequences that are
         known to end with it are left out.
         """
+        while True:
+            before = self.counters.num_preemptions
+            plan = self._plan(now, ahead)
+            # A sequence that gave way to none but itself leaves room for others.
+            if plan is not None or self.counters.num_preemptions == before:
+                return plan
+
+    def _plan(self, now: float, ahead: bool) -> Plan | None:
         plan = Plan(self._number, [], [], [], [])
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -214,7 +230,9 @@ class Scheduler:
         if used is None:
             return None
         self._plan_prefills(plan, prefills, self.budget - used, now, ahead)
-        if not plan.chunks:
+        if not plan.chunks and share == 0:  # prefill had its turn, and found no blocks
+            used = self._plan_decodes(plan, decodes, self.budget, now, ahead)
+        if used is None or not plan.chunks:
             return None
         for chunk in plan.chunks:
             seq = chunk.seq
@@ -230,6 +248,8 @@ class Scheduler:
     def _decode_share(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Tokens for decode and verify: the reserve at least, and what prefill leaves over."""
         demand = sum(1 + (len(s.draft) if s.draft else 0) for s in decodes)
+        if self.budget == 1 and decodes and prefills:
+            return self._number % 2  # no room for both: by turns
         reserve = min(self.max_num_seqs * (1 + self.max_draft), (self.budget + 1) // 2)
         prefill_demand = 0
         for seq in prefills:
@@ -320,33 +340,39 @@ class Scheduler:
     ) -> None:
         """Chunks of prompts, and of sequences that compute again after a preemption."""
         full = budget
-        barred = False
+        claimed = sum(map(self._claim, self.running)) if self.waiting and self._rows else 0
+        tries = MAX_TRIES
         for i, seq in enumerate(prefills):
             if budget <= 0:
                 break
             if seq.finish is not None:
                 continue
-            if seq.row < 0 and (barred or not self._admit(plan, seq)):
-                barred = barred or now - seq.arrival > NO_PASSING_S
-                continue
+            if seq.row < 0:
+                if tries <= 0 or not self._admit(plan, seq, claimed):
+                    tries = 0 if now - seq.arrival > NO_PASSING_S else tries - 1
+                    continue
+                claimed += self._claim(seq)
+            claimed -= self._claim(seq)
             num_copies = len(plan.copies)
             self._match(plan, seq)
             want = min(seq.remaining, budget)
             if budget == full and want < seq.remaining and i + 1 < len(prefills):
                 want = max(budget - full // LONG_SHARE, 1)
             if budget < full and self._leaves_to_others(seq, want):
+                claimed += self._claim(seq)
                 continue
             want = self._whole_blocks(seq, want, alone=len(prefills) == 1)
             num = self._fit(seq, want)
             while num == 0 and not plan.chunks and not ahead and self._make_room(seq, plan, now):
                 num = self._fit(seq, want)
             if num == 0:
-                barred = True
+                tries = 0
                 if seq.row < 0:  # preempted itself: nobody owns the copies' destinations
                     del plan.copies[num_copies:]
                 continue
             self._append(plan, seq, num, None)
             self.blocks.publish(seq, plan.number)
+            claimed += self._claim(seq)
             budget -= num
 
     def _whole_blocks(self, seq: Sequence, num: int, *, alone: bool) -> int:
@@ -373,18 +399,19 @@ class Scheduler:
                 return 0
         return end - seq.num_planned
 
-    def _admit(self, plan: Plan, seq: Sequence) -> bool:
-        """Give a waiting sequence a row if its tokens so far can be expected to fit."""
+    def _claim(self, seq: Sequence) -> int:
+        """Blocks that a running sequence will take before long."""
+        if seq.remaining <= 1:
+            return 1
+        return max(0, -(-len(seq.tokens) // self.blocks.block_size) - len(seq.blocks))
+
+    def _admit(self, plan: Plan, seq: Sequence, claimed: int) -> bool:
+        """Give a waiting sequence a row if its tokens so far can be expected to fit beside the
+        blocks that running ones have claimed."""
         if not self._rows:
             return False
         if self.running:
-            size = self.blocks.block_size
-            need = -(-len(seq.tokens) // size) + 1
-            for other in self.running:
-                if other.remaining > 1:
-                    need += max(0, -(-len(other.tokens) // size) - len(other.blocks))
-                else:
-                    need += 1
+            need = -(-len(seq.tokens) // self.blocks.block_size) + 1 + claimed
             if need > self.blocks.num_free and need - self.blocks.held(seq) > self.blocks.num_free:
                 return False
         self.waiting.remove(seq)
@@ -399,11 +426,11 @@ class Scheduler:
         before = seq.num_planned
         if not seq.wants_prompt_logprobs:
             self.blocks.extend(seq)
-            copy = self.blocks.partial(seq, plan.number)
+            copy = self.blocks.partial(seq)
             if copy is not None:
                 plan.copies.append(copy)
         saved = seq.num_planned - before
-        if seq.num_preemptions:
+        if seq.epoch:
             return  # what it finds again is its own
         if seq.num_cached < 0:
             seq.num_cached = 0
@@ -420,8 +447,8 @@ class Scheduler:
         outcomes: list[Outcome] = []
         for chunk, finite in zip(plan.chunks, result.finite.tolist(), strict=True):
             chunk.seq.num_inflight -= 1
-            if not finite and chunk.epoch == chunk.seq.epoch and chunk.seq.finish is None:
-                outcomes.append(self._fail_non_finite(plan, chunk))
+            if not finite and chunk.epoch == chunk.seq.epoch:
+                outcomes += self._fail_non_finite(plan, chunk)
         self.blocks.commit(plan.number)
         ids = result.ids.tolist()
         accepted = result.accepted.tolist()
@@ -438,7 +465,7 @@ class Scheduler:
                 if event is not None:
                     outcomes.append((seq, event))
             prompt_row += chunk.num_prompt_rows
-            if seq.epoch == chunk.epoch and seq.finish is not None:
+            if seq.finish is not None:
                 self._leave(seq)
         return outcomes
 
@@ -450,7 +477,8 @@ class Scheduler:
         request = seq.request
         params = request.params
         new: list[int] = []
-        stop_token = None
+        stop_token: int | None = None
+        error: EngineError | None = None
         for token in drawn:
             new.append(token)
             seq.tokens.append(token)
@@ -467,8 +495,8 @@ class Scheduler:
             seq.num_pending = 0
         if new:
             self._count_draft(chunk, min(len(drawn) - 1, len(new)))
-            if seq.constraint is not None:
-                seq.constraint.accept(new)
+            if seq.constraint is not None and seq.finish is None:
+                error = _accepted(seq, new)
         elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:
             seq.finish = "length"
         self.blocks.publish(seq, seq.last_step)
@@ -485,6 +513,7 @@ class Scheduler:
             finish_reason=seq.finish,
             stop_token=stop_token,
             num_cached=max(seq.num_cached, 0),
+            error=error,
         )
 
     def _count_draft(self, chunk: Chunk, num_accepted: int) -> None:
@@ -511,27 +540,37 @@ class Scheduler:
                     _one_logprob(rows, first_row + i, seq.tokens[position], top)
                 )
 
-    def _fail_non_finite(self, plan: Plan, chunk: Chunk) -> Outcome:
+    def _fail_non_finite(self, plan: Plan, chunk: Chunk) -> list[Outcome]:
         """End a sequence whose numbers went bad, and let those start over who read its blocks.
+
+        One that has ended meanwhile is told nothing, but its blocks go the same way.
 
         Its blocks return at once: whatever still runs writes to them before a later step clears
         them.
         """
         seq = chunk.seq
-        self.counters.corrupted += 1
+        has_ended = seq.finish is not None
+        self.counters.corrupted += not has_ended
         nodes = self.blocks.filled_by(seq, plan.number, chunk.start)
         if seq.last_step != plan.number:
             nodes += self.blocks.filled_by(seq, seq.last_step, chunk.start)
-        seq.finish = "error"
+        seq.finish = seq.finish or "error"
         seq.poisoned = True
         users = [s for s in self.blocks.users_of(nodes, self.running) if s is not seq]
         for user in users:
-            self._requeue(user)
+            if user.finish is None:
+                self._requeue(user, poisoned=True)
+            else:
+                user.poisoned = True
+                self._give_back(user)
+                self.running.remove(user)
         self._give_back(seq)
         self.running.remove(seq)
         self.blocks.remove(nodes)
+        if has_ended:
+            return []
         error = EngineError("the model produced numbers that are not finite", code="non_finite")
-        return seq, TokenEvent(index=seq.index, finish_reason="error", error=error)
+        return [(seq, TokenEvent(index=seq.index, finish_reason="error", error=error))]
 
     def fail(self, plan: Plan, error: XyliteError, ahead: Plan | None = None) -> list[Outcome]:
         """An iteration raised: its sequences end with `error`; the rest of `ahead`, which builds on
@@ -549,18 +588,30 @@ class Scheduler:
         for p in plans:
             for chunk in p.chunks:
                 chunk.seq.num_inflight -= 1
-                if chunk.epoch == chunk.seq.epoch:
+                if chunk.epoch == chunk.seq.epoch or chunk.seq.finish is not None:
                     affected[id(chunk.seq)] = chunk.seq
             for user in self.blocks.users_of(self.blocks.pending_of(p.number), self.running):
                 affected[id(user)] = user
         for seq in affected.values():
             if seq.finish is not None:
+                seq.poisoned = True
                 self._leave(seq)
-            else:
-                self._requeue(seq)
+            elif seq.row >= 0:
+                self._requeue(seq, poisoned=True)
         for p in reversed(plans):
             self.blocks.fail(p.number)
         return outcomes
+
+
+def _accepted(seq: Sequence, new: list[int]) -> EngineError | None:
+    """Advance the sequence's constraint; a fault of it ends this sequence only."""
+    assert seq.constraint is not None
+    try:
+        seq.constraint.accept(new)
+    except Exception:  # noqa: BLE001 - a plug-in's fault is not the other requests' fault
+        seq.finish = "error"
+        return EngineError("the request's constraint failed", code="constraint_failed")
+    return None
 
 
 def _one_logprob(rows: LogprobRows, row: int, token: int, top: int) -> TokenLogprob:

@@ -36,10 +36,12 @@ class Sequence:
     row            place in the scheduler's row arrays while running, else -1
     epoch          counts how often computed state was dropped; a step planned in an earlier
                    epoch no longer concerns this sequence
+    allowed_bits   allowed_token_ids as a bit mask, made when first needed
     num_inflight   submitted steps that hold a chunk of this sequence
     """
 
     __slots__ = (
+        "allowed_bits",
         "arrival",
         "blocks",
         "constraint",
@@ -85,6 +87,7 @@ class Sequence:
         self.node: Any = None
         self.diverged = False
         self.poisoned = False
+        self.allowed_bits: Any = None
         self.row = -1
         self.epoch = 0
         self.num_inflight = 0

@@ -158,6 +158,7 @@ class Speculation:
         self._outcome = [YIELD_PRIOR, YIELD_PRIOR]  # draft tokens accepted, and expected to be
         self._expected: dict[Sequence, float] = {}
         self._propose_seconds = 0.0
+        self._drafted: set[Sequence] = set()  # those the proposer on the device knows
 
     def _forget_draft_costs(self) -> None:
         self._gap = _Mean()  # seconds lost because a step with drafts cannot be planned ahead
@@ -172,7 +173,9 @@ class Speculation:
     def forget(self, seq: Sequence) -> None:
         self._chances.pop(seq, None)
         self._expected.pop(seq, None)
-        self._proposer.forget(seq)
+        if seq in self._drafted or not self._proposer.on_device:
+            self._proposer.forget(seq)
+        self._drafted.discard(seq)
 
     async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
@@ -183,6 +186,8 @@ class Speculation:
         wanted = [(s, n) for s, n in zip(sequences, lengths, strict=True) if n]
         if not wanted:
             return
+        if self._proposer.on_device:
+            self._drafted.update(s for s, _ in wanted)
         work = partial(self._proposer.propose, wanted)
         start = self._clock()
         drafts: list[Draft | None] = await on_device(work) if self._proposer.on_device else work()

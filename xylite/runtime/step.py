@@ -27,7 +27,7 @@ class TokenTable:
     kv_len       [S] keys the chunk may see, its own tokens included
     num_draft    [S] how many of the chunk's last tokens are draft tokens
     bias_start   [S] first element of the chunk's mask in tree_mask, or -1: plain causal
-    block_table  [S, B] blocks of each sequence, in order; entries past its end are 0
+    block_table  [S, B] blocks of each sequence, in order; entries past its end are never read
     tree_mask    num_draft x num_draft per tree: row sees column (its ancestors and itself)
     logit_rows   [R] tokens whose hidden state goes to the head
     """

@@ -312,13 +312,15 @@ def is_masked(seq: Sequence) -> bool:
     return seq.constraint is not None or seq.request.params.allowed_token_ids is not None
 
 
-def fill_masks(plan: Plan, out: np.ndarray) -> None:
+def fill_masks(plan: Plan, out: np.ndarray) -> list[Sequence]:
     """Write the masks of a plan's rows, [num_mask_rows, ceil(V / 32)] int32, in row order.
 
-    Only once every earlier step is committed: constraints follow accepted tokens.
+    Only once every earlier step is committed: constraints follow accepted tokens. Gives the
+    sequences whose constraint failed; their rows allow everything.
     """
     out[:] = -1
     row = 0
+    failed: list[Sequence] = []
     for c in plan.chunks:
         seq = c.seq
         if not (c.samples and is_masked(seq)):
@@ -328,10 +330,17 @@ def fill_masks(plan: Plan, out: np.ndarray) -> None:
         if seq.finish is not None or seq.epoch != c.epoch:
             continue
         if seq.constraint is not None:
-            seq.constraint.fill(c.draft, rows)
+            try:
+                seq.constraint.fill(c.draft, rows)
+            except Exception:  # noqa: BLE001 - a plug-in's fault is not the other requests' fault
+                rows[:] = -1
+                failed.append(seq)
         allowed = seq.request.params.allowed_token_ids
         if allowed is not None:
-            rows &= bits(allowed, out.shape[1])
+            if seq.allowed_bits is None:
+                seq.allowed_bits = bits(allowed, out.shape[1])
+            rows &= seq.allowed_bits
+    return failed
 
 
 def bits(ids: Ids[int], words: int) -> I32:

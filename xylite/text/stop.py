@@ -93,8 +93,12 @@ class StopChecker:
         self._matched: str | None = None
         self._state = 0
 
-    def add(self, text: str) -> tuple[str, str | None]:
-        """What may be sent now, and the stop string if it has come; afterwards nothing more."""
+    def add(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
+        """What may be sent now, and the stop string if it has come; afterwards nothing more.
+
+        armed  False: a stop string that ends in this text does not count, but the beginning of one
+               that ends later does
+        """
         stops = self._stops
         if self._matched is not None:
             return "", self._matched
@@ -103,7 +107,7 @@ class StopChecker:
         for i, character in enumerate(text):
             self._state = stops.step(self._state, character)
             stop = stops.found[self._state]
-            if stop is not None:
+            if stop is not None and armed:
                 self._matched = stop
                 seen = self._held + text[: i + 1]
                 self._held = ""

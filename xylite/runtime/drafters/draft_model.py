@@ -151,7 +151,7 @@ class DraftModel:
             if not self._admit(shadow):
                 continue
             self.blocks.extend(seq)
-            copy = self.blocks.partial(seq, plan.number)
+            copy = self.blocks.partial(seq)
             num = min(seq.remaining, left)
             ends = num == seq.remaining
             end = seq.num_planned + num

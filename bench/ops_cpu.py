@@ -83,7 +83,7 @@ def bench_linear(
         copies = max(1, (256 << 20) // num_bytes)
         packed = [pack(one.clone(), gated=gated) for _ in range(copies)]
         turn = itertools.cycle(packed)
-        act = "silu" if gated else None
+        act: Activation | None = "silu" if gated else None
         for m in ROWS:
             x = torch.randn(m, k)
             least = best_of(lambda: ops.linear(x, next(turn), act=act), budget_s, clock)  # noqa: B023
@@ -208,7 +208,7 @@ def bench_model(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("linear", "model"))
     parser.add_argument("--dtype", choices=(*DTYPES, "int8", "int4"), default="bf16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -78,7 +78,8 @@ class _Attention:
     def _room(self, tasks: Any, dim: int, tiles: AttentionTiles) -> Parts:
         """Room for the parts of cut tasks; it grows to what was ever needed."""
         most = sum(t.shape[0] * q for t, q in zip(tasks.tasks, tasks.tile_q, strict=True))
-        if len(tasks.tile_q) == len(tiles.tile_q):
+        # With one class on both sides, keys may be cut at fixed multiples: no bound by load then.
+        if 1 < len(tiles.tile_q) == len(tasks.tile_q):
             most = min(most, PARTS_PER_CORE * self._target.cores * sum(tasks.tile_q))
         needed = most if tasks.merges.shape[0] else 1
         if dim not in self._parts or self._parts[dim].acc.shape[0] < needed:

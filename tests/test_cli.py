@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import xylite
 from tests.http.fake_engine import FakeEngine
 from xylite import cli
+from xylite.config import EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,8 +91,12 @@ def test_version_and_help_go_to_stdout(run: Run):
         (["sevre"], "xylite: error: no command 'sevre'; did you mean serve?\n"),
         (["x"], "xylite: error: no command 'x'; there are serve, complete, bench serve\n"),
         (["bench", "latency"], "xylite: error: no command 'bench latency'; "),
-        (["serve", "--max-num-seqs", "0"], "xylite serve: error: --max-num-seqs: expected int >="),
-        (["serve", "--port", "http"], "xylite serve: error: --port: expected a whole number"),
+        (
+            ["serve", "--max-num-seqs", "0"],
+            "xylite serve: error: --max-num-seqs: expected a whole number of",
+        ),
+        (["serve", "--port", "http"], "--port: expected a whole number from 0 to 65535, got 'h"),
+        (["serve", "--port", "65536"], "--port: expected a whole number from 0 to 65535, got '6"),
         (["serve", "--trust-remote-code"], "never runs code that comes with a model"),
         (["serve", "--max-model-length", "3"], "did you mean --max-model-len?"),
         (["bench", "serve", "--goodput", "x"], "xylite bench serve: error: --goodput"),
@@ -214,13 +220,14 @@ async def test_serve_says_what_runs_where_and_its_curl_line_works(served: Callab
     assert "Traceback" not in server.log
 
 
-async def test_a_port_in_use_is_one_line_and_code_2(served: Callable[..., Any]):
+async def test_a_port_in_use_is_found_before_the_model_is_loaded(served: Callable[..., Any]):
     first = await served("--port", "0", "--disable-log-stats")
     port = (await first.until(r"URL +http://127\.0\.0\.1:(\d+)")).group(1)
-    second = await served("--port", port)
-    assert await second.end() == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in second.log
-    assert "Traceback" not in second.log
+    second = await served("broken", "--port", port)  # loading this would say so
+    assert await second.end() == 1
+    assert second.log == (
+        f"xylite serve: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
     assert "tok/s" not in first.log
 
 
@@ -233,8 +240,77 @@ async def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2(served: Call
 
 
 def test_a_socket_in_the_file_system_has_a_curl_line_too():
-    line = cli.example(FakeEngine(), "unix:///run/x y.sock")  # type: ignore
+    line = cli.example(FakeEngine(), "unix:///run/x y.sock", ServerConfig())  # type: ignore
     assert line.startswith("curl --unix-socket '/run/x y.sock' http://localhost/v1/chat")
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8000"),
+        ("http://[::]:8000", "http://[::1]:8000"),
+        ("http://:8000", "http://127.0.0.1:8000"),
+        ("https://10.0.0.0:8000", "https://10.0.0.0:8000"),
+    ],
+)
+def test_the_curl_line_names_an_address_one_can_connect_to(url: str, where: str):
+    line = cli.example(FakeEngine(), url, ServerConfig())  # type: ignore
+    assert line.startswith(f"curl {where}/v1/chat/completions -H 'Content-Type")
+
+
+async def test_the_curl_line_works_with_a_key_and_does_not_show_it(served: Callable[..., Any]):
+    server = await served("--port", "0", "--api-key", "s3cret")
+    line = (await server.until(r"try +(curl .*)\n")).group(1)
+    assert "s3cret" not in server.log
+    child = await asyncio.create_subprocess_shell(
+        line, stdout=-1, stderr=-3, env={**os.environ, "XYLITE_API_KEY": "s3cret"}
+    )
+    out, _ = await child.communicate()
+    if child.returncode == 127:
+        pytest.skip("there is no curl here")
+    assert json.loads(out)["choices"][0]["message"]["content"] == "Hi!"
+
+
+def test_the_summary_says_quantisation_drafts_and_what_cut_the_context():
+    engine = FakeEngine(max_model_len=1024)
+    engine.config = EngineConfig(
+        model="m", quantization="int8", speculative_config={"method": "ngram"}
+    )
+    text = cli.summary(engine, "http://127.0.0.1:1", ServerConfig())  # type: ignore
+    assert "weights  int8\n" in text
+    assert "drafts   ngram, up to 8 tokens\n" in text
+    assert "context  1024 tokens (all that KV holds), at most 128 sequences\n" in text
+    assert "64 blocks of 16" in text
+    plain = FakeEngine()
+    plain.snapshot = lambda: {**FakeEngine.snapshot(plain), "num_blocks": 1}  # type: ignore
+    text = cli.summary(plain, "http://127.0.0.1:1", ServerConfig())  # type: ignore
+    assert "1 block of 16 = 16 tokens" in text
+    assert "context  1000 tokens, at most" in text
+    assert "weights" not in text and "drafts" not in text
+
+
+def test_unknown_variables_warn_and_other_commands_settings_do_not(run: Run):
+    code, _, err = run("complete", "/nowhere", "x", max_num_sesq="1", port="1", prompt="x")
+    assert code == 2
+    assert err.startswith(
+        "xylite complete: warning: XYLITE_MAX_NUM_SESQ is not a setting; did you mean "
+        "XYLITE_MAX_NUM_SEQS?\nxylite complete: error: "
+    )
+
+
+def test_bench_reads_and_names_three_variables(run: Run):
+    code, _, err = run("bench", "serve", "--dataset-name", "custom", model="x", config="/nowhere")
+    assert (code, err) == (
+        2,
+        "xylite bench serve: error: --dataset-name custom needs --dataset-path\n",
+    )
+    code, _, err = run("bench", "serve", port="x")
+    assert (code, "XYLITE_PORT: expected a whole number from 1 to 65535" in err) == (2, True)
+    _, out, _ = run("bench", "serve", "--help")
+    assert "only XYLITE_API_KEY, XYLITE_HOST and XYLITE_PORT are read" in " ".join(out.split())
+    assert "XYLITE_CONFIG" not in out
+    _, out, _ = run("bench", "serve", "--help=all")
+    assert set(re.findall(r"XYLITE_\w+", out)) == {"XYLITE_API_KEY", "XYLITE_HOST", "XYLITE_PORT"}
 
 
 def snapshot(**changes: float) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """How flags, environment and config file become settings."""
 
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,11 +97,11 @@ def test_a_list_does_not_swallow_the_model_that_is_still_to_come():
         (["-x"], "unknown flag -x"),
         (["--limit"], "--limit needs a value"),
         (["--limit", "--fast"], "--limit needs a value"),
-        (["--limit", "0"], "--limit: expected int >= 1, got '0'"),
+        (["--limit", "0"], "--limit: expected a whole number of at least 1, got '0'"),
         (["--limit", "1.5"], "--limit: expected a whole number, got '1.5'"),
         (["--limit", "many"], "expected a whole number such as"),
-        (["--share", "nan"], "--share: expected a number, got 'nan'"),
-        (["--share", "2"], "--share: expected float <= 1"),
+        (["--share", "nan"], "--share: expected a number above 0, at most 1, got 'nan'"),
+        (["--share", "2"], "--share: expected a number above 0, at most 1, got '2'"),
         (["--colour", "blue"], "--colour: expected one of green, red, got 'blue'"),
         (["--fast=maybe"], "--fast: expected true or false, got 'maybe'"),
         (["--no-fast=1"], "--no-fast takes no value"),
@@ -174,7 +175,7 @@ def test_config_files_are_yaml_toml_or_json(tmp_path: Path, name: str, text: str
         ("trust-remote-code: true", "xylite never runs code"),
         ("limit: [", "settings.yaml: "),
         ("- limit", "a mapping of settings is needed"),
-        ("limit: 0", "limit: expected int >= 1, got 0"),
+        ("limit: 0", "limit: expected a whole number of at least 1, got 0"),
         ("fast: 3", "fast: expected bool"),
         ("names: {a: 1}", "names: "),
         ("limit: true", "limit: "),
@@ -196,7 +197,7 @@ def test_environment_is_read_like_flags_and_unknown_names_warn():
     parsed = parse(TOY, [], {"names": "a,b", "fast": "0", "limti": "1", "cache_dir": "/x"})
     assert parsed.structs == (Toy(names=("a", "b"), fast=False),)
     assert parsed.warnings == ("XYLITE_LIMTI is not a setting; did you mean XYLITE_LIMIT?",)
-    assert "XYLITE_LIMIT: expected int >= 1" in refusal(limit="0")
+    assert "XYLITE_LIMIT: expected a whole number of at least 1" in refusal(limit="0")
 
 
 def test_other_names_of_a_setting_work_everywhere(tmp_path: Path):
@@ -259,3 +260,37 @@ def test_any_line_gives_settings_or_one_clear_error(line: list[str], environment
         assert e.message
     else:
         assert parsed.help is not None or isinstance(parsed.structs[0], Toy)
+
+
+def test_the_environment_may_name_the_config_file_and_flags_name_another(tmp_path: Path):
+    for name, limit in (("a", 3), ("b", 4)):
+        (tmp_path / name).write_text(f"limit: {limit}")
+    named = {"config": str(tmp_path / "a")}
+    assert parse(TOY, [], named).structs[0].limit == 3
+    assert parse(TOY, ["--config", str(tmp_path / "b")], named).structs[0].limit == 4
+    assert parse(TOY, [], {**named, "limit": "5"}).structs[0].limit == 5
+    (tmp_path / "a").write_text("limit: 0")
+    said = f"XYLITE_CONFIG {tmp_path / 'a'}: limit: expected a whole number of at least 1, got 0"
+    assert refusal(**named) == said
+
+
+class Other(msgspec.Struct):
+    place: str = ""
+
+
+def test_settings_of_other_commands_are_passed_over(tmp_path: Path):
+    command = replace(TOY, others=(Other,))
+    file = tmp_path / "settings.yaml"
+    file.write_text("limit: 3\nplace: here")
+    parsed = parse(command, ["--config", str(file)], {"place": "there", "plcae": "x"})
+    assert parsed.structs[0].limit == 3
+    assert parsed.warnings == ("XYLITE_PLCAE is not a setting",)
+
+
+def test_help_shows_every_meaning_whole_within_its_width():
+    serve = Command("serve", "", (EngineConfig, ServerConfig))
+    text = help_text(serve)
+    assert text.startswith("usage: xylite serve [flags]\n")
+    assert max(map(len, text.splitlines())) <= 96
+    for setting in settings(*serve.structs).values():
+        assert setting.about in " ".join(text.split())

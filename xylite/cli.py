@@ -21,7 +21,7 @@ from msgspec import Meta
 
 import xylite
 from xylite.command_line import Parsed, parse
-from xylite.config import EngineConfig, ServerConfig, about, environment
+from xylite.config import EngineConfig, ServerConfig, about, environment, speculative
 from xylite.errors import ConfigError, XyliteError
 from xylite.flags import Command
 
@@ -80,6 +80,7 @@ COMPLETE: Final = Command(
     "Completes one prompt with MODEL in this process and prints the text as it comes.",
     (CompleteConfig, EngineConfig),
     ("model", "prompt"),
+    others=(ServerConfig,),
 )
 
 
@@ -123,10 +124,12 @@ def _fail(program: str, message: str, code: int) -> int:
     return code
 
 
-def _parsed(command: Command, words: Sequence[str], env: Mapping[str, str]) -> Parsed | None:
-    """The command's settings; None after help was printed."""
-    parsed = parse(command, words, env)
+def _parsed(command: Command, words: Sequence[str]) -> Parsed | None:
+    """The command's settings, after its warnings were printed; None after help was."""
+    parsed = parse(command, words, environment())
     if parsed.help is None:
+        for warning in parsed.warnings:
+            print(f"xylite {command.name}: warning: {warning}", file=sys.stderr)
         return parsed
     print(parsed.help, end="")
     return None
@@ -156,13 +159,11 @@ def _run(work: Coroutine[Any, Any, int]) -> int:
 
 def serve(words: Sequence[str]) -> int:
     """`xylite serve`: load the model, listen, log what goes on, drain at SIGTERM."""
-    parsed = _parsed(SERVE, words, environment())
+    parsed = _parsed(SERVE, words)
     if parsed is None:
         return 0
     engine_config, server_config = parsed.structs
     _set_up_logging(server_config.log_level)
-    for warning in parsed.warnings:
-        log.warning("%s", warning)
     # For this process only: as a library, xylite leaves its host's interpreter as it is.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     code = _run(_serve(engine_config, server_config))
@@ -174,53 +175,79 @@ def serve(words: Sequence[str]) -> int:
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
-    from xylite.http import server
+    from xylite.http import Listener, server
     from xylite.text_engine import TextEngine
 
-    async with TextEngine(engine_config) as engine:
-        stats = None
-        if not config.disable_log_stats:
-            stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))
-        try:
-            return await server.serve(
-                engine, config, ready=lambda url: log.info("%s", summary(engine, url))
-            )
-        finally:
-            if stats is not None:
-                stats.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await stats
+    listener = Listener(config)
+    await listener.bind()
+    with contextlib.closing(listener):
+        async with TextEngine(engine_config) as engine:
+            stats = None
+            if not config.disable_log_stats:
+                stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))
+            try:
+                return await server.serve(
+                    engine,
+                    config,
+                    ready=lambda url: log.info("%s", summary(engine, url, config)),
+                    listener=listener,
+                )
+            finally:
+                if stats is not None:
+                    stats.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await stats
 
 
-def summary(engine: "TextEngine", url: str) -> str:
+def summary(engine: "TextEngine", url: str, server: ServerConfig) -> str:
     """What runs and where, for the start of the log."""
     config, now = engine.config, engine.snapshot()
-    tokens = now["num_blocks"] * now["block_size"]
+    num_blocks, block_size = now["num_blocks"], now["block_size"]
+    tokens = num_blocks * block_size
+    longest = engine.limits.max_model_len
+    context = f"{longest} tokens, at most {config.max_num_seqs} sequences"
+    if longest == tokens:
+        context = f"{longest} tokens (all that KV holds), at most {config.max_num_seqs} sequences"
     rows = {
         "model": f"{engine.model_names[0]} ({config.model})",
         "dtype": config.dtype,
+        "weights": config.quantization,
         "device": config.device,
-        "context": f"{config.max_model_len} tokens, at most {config.max_num_seqs} sequences",
-        "KV": f"{now['num_blocks']} blocks of {now['block_size']} = {tokens} tokens",
+        "drafts": _drafts(config),
+        "context": context,
+        "KV": f"{num_blocks} block{'s'[: num_blocks > 1]} of {block_size} = {tokens} tokens",
         "URL": url,
     }
-    lines = "".join(f"\n  {name:<8} {text}" for name, text in rows.items())
-    return f"xylite {xylite.__version__} is ready{lines}\n  try      {example(engine, url)}"
+    lines = "".join(f"\n  {name:<8} {text}" for name, text in rows.items() if text)
+    return f"xylite {xylite.__version__} is ready{lines}\n  try      {example(engine, url, server)}"
 
 
-def example(engine: "TextEngine", url: str) -> str:
-    """A curl command that asks the served model something."""
+def _drafts(config: EngineConfig) -> str | None:
+    """How tokens are drafted; None if they are not."""
+    if config.speculative_config is None:
+        return None
+    drafting = speculative(config.speculative_config)
+    from_model = f" by {drafting.model}" if drafting.model else ""
+    return f"{drafting.method}{from_model}, up to {drafting.num_speculative_tokens} tokens"
+
+
+def example(engine: "TextEngine", url: str, server: ServerConfig) -> str:
+    """A curl command that asks the served model something; the shell fills in the key."""
     body = {
         "model": engine.model_names[0],
         "messages": [{"role": "user", "content": "Hello!"}],
         "temperature": 0,
     }
+    # An address that means "all of them" is none to connect to.
+    for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("", "127.0.0.1")):
+        url = url.replace(f"://{wildcard}:", f"://{loopback}:")
     where = f"{url}/v1/chat/completions"
     if url.startswith("unix://"):
         path = shlex.quote(url.removeprefix("unix://"))
         where = f"--unix-socket {path} http://localhost/v1/chat/completions"
     data = shlex.quote(json.dumps(body))
-    return f"curl {where} -H 'Content-Type: application/json' -d {data}"
+    key = '-H "Authorization: Bearer $XYLITE_API_KEY" ' if server.api_key else ""
+    return f"curl {where} {key}-H 'Content-Type: application/json' -d {data}"
 
 
 async def _log_stats(engine: "TextEngine", period_s: float) -> None:
@@ -256,7 +283,7 @@ def stats_line(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float
 
 def complete(words: Sequence[str]) -> int:
     """`xylite complete`: one prompt, in process, text on stdout as it comes."""
-    parsed = _parsed(COMPLETE, words, environment())
+    parsed = _parsed(COMPLETE, words)
     if parsed is None:
         return 0
     config, engine_config = parsed.structs
@@ -303,8 +330,7 @@ def bench_serve(words: Sequence[str]) -> int:
     """`xylite bench serve`: load on a running server, a table and optionally JSON."""
     from xylite.bench.serve import BENCH_SERVE, run
 
-    env = {k: v for k, v in environment().items() if k in ("api_key", "host", "port")}
-    parsed = _parsed(BENCH_SERVE, words, env)
+    parsed = _parsed(BENCH_SERVE, words)
     if parsed is None:
         return 0
     (config,) = parsed.structs

@@ -1,6 +1,6 @@
 """A command line, the environment and a config file fill one command's settings.
 
-    command line  >  XYLITE_NAME  >  --config FILE  >  default
+    command line  >  XYLITE_NAME  >  --config FILE (or XYLITE_CONFIG)  >  default
 
 `-` and `_` are alike, `--no-foo` turns a switch off, lists repeat or take commas, `--foo.bar 1`
 sets one key of a JSON setting, `--foo.bar+ 1` appends to it. Every mistake is a ConfigError of one
@@ -59,13 +59,20 @@ def parse(command: Command, argv: Sequence[str], environment: Mapping[str, str])
     line = _take_apart(command, known, argv)
     if line.help is not None:
         return Parsed((), help=help_text(command, line.help))
-    given = _from_file(line.config_file, known) if line.config_file else {}
+    others = settings(*command.others)
+    given: dict[str, _Given] = {}
+    if line.config_file:
+        given = _from_file(f"--config {line.config_file}", line.config_file, known, others)
+    elif command.environment is None and (path := environment.get("config")):
+        given = _from_file(f"XYLITE_CONFIG {path}", path, known, others)
     warnings: list[str] = []
     for name, text in environment.items():
+        if not command.reads(name):
+            continue
         resolved = ALIASES.get(name, name)
         if resolved in known:
             given[resolved] = _Given(text, f"XYLITE_{name.upper()}")
-        elif name not in ("cache_dir", "config"):
+        elif name not in ("cache_dir", "config") and resolved not in others:
             near = _near(name, known)
             hint = f"; did you mean XYLITE_{near.upper()}?" if near else ""
             warnings.append(f"XYLITE_{name.upper()} is not a setting{hint}")
@@ -170,8 +177,14 @@ def _near(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def _from_file(path: str, known: Mapping[str, Setting]) -> dict[str, _Given]:
-    """Settings of a YAML, JSON or TOML file; `max-num-seqs` and `max_num_seqs` are one key."""
+def _from_file(
+    source: str, path: str, known: Mapping[str, Setting], others: Mapping[str, Setting]
+) -> dict[str, _Given]:
+    """Settings of a YAML, JSON or TOML file; `max-num-seqs` and `max_num_seqs` are one key.
+
+    source  how the file was given, for errors
+    others  settings that are passed over: other commands read them
+    """
     try:
         with open(path, "rb") as file:
             raw = file.read()
@@ -180,22 +193,24 @@ def _from_file(path: str, known: Mapping[str, Setting]) -> dict[str, _Given]:
         else:
             data = msgspec.yaml.decode(raw)
     except OSError as e:
-        raise ConfigError(f"--config {path}: {e.strerror}") from None
+        raise ConfigError(f"{source}: {e.strerror}") from None
     except (ValueError, msgspec.DecodeError) as e:
-        raise ConfigError(f"--config {path}: {' '.join(str(e).split())}") from None
+        raise ConfigError(f"{source}: {' '.join(str(e).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: a mapping of settings is needed")
+        raise ConfigError(f"{source}: a mapping of settings is needed")
     given: dict[str, _Given] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         name = ALIASES.get(name, name)
         if name in REFUSED:
-            raise ConfigError(f"--config {path}: {key}: {REFUSED[name]}")
+            raise ConfigError(f"{source}: {key}: {REFUSED[name]}")
+        if name not in known and name in others:
+            continue
         if name not in known:
             near = _near(name, known)
             hint = f"; did you mean {near.replace('_', '-')}?" if near else ""
-            raise ConfigError(f"--config {path}: unknown setting {key}{hint}")
-        given[name] = _Given(value, f"{path}: {key}")
+            raise ConfigError(f"{source}: unknown setting {key}{hint}")
+        given[name] = _Given(value, f"{source}: {key}")
     return given
 
 
@@ -213,6 +228,9 @@ def _checked(setting: Setting, given: _Given) -> Any:
     except (ValueError, msgspec.ValidationError) as e:
         said = re.sub(r" - at `\$.*", "", str(e)).replace("`", "")
         said = said[:1].lower() + said[1:]
+        # Readers hint at units, which helps with sizes, and not with numbers that have an end.
+        if setting.expected and ("<=" in setting.limits or isinstance(e, msgspec.ValidationError)):
+            said = f"expected {setting.expected}"
         raise ConfigError(
             f"{given.source}: {said}, got {given.value!r}", param=setting.name
         ) from None

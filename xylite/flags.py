@@ -38,6 +38,7 @@ class Setting:
 
     optional  None is allowed and written "auto" or "none"
     limits    for help, such as ">= 1"
+    expected  the same for errors, such as "a whole number from 0 to 65535"; "" without limits
     """
 
     name: str
@@ -49,6 +50,7 @@ class Setting:
     limits: str
     group: str
     about: str
+    expected: str = ""
 
     @property
     def flag(self) -> str:
@@ -76,12 +78,22 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a subcommand takes: flags for the fields of `structs`, and `positionals` by field."""
+    """What a subcommand takes: flags for the fields of `structs`, and `positionals` by field.
+
+    others       settings of other commands that one environment and config file may hold too
+    environment  the only settings read from the environment, and no config file is; None = all
+    """
 
     name: str
     about: str
     structs: tuple[type[msgspec.Struct], ...]
     positionals: tuple[str, ...] = ()
+    others: tuple[type[msgspec.Struct], ...] = ()
+    environment: tuple[str, ...] | None = None
+
+    def reads(self, name: str) -> bool:
+        """Whether XYLITE_NAME is read for this setting."""
+        return self.environment is None or name in self.environment
 
 
 def settings(*structs: type[msgspec.Struct]) -> dict[str, Setting]:
@@ -116,9 +128,8 @@ def _setting(struct: type[msgspec.Struct], f: inspect.Field) -> Setting:
     if isinstance(t, inspect.UnionType):
         (t,) = (x for x in t.types if not isinstance(x, inspect.NoneType))
     bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    limits = [
-        f"{sign} {getattr(t, b):g}" for b, sign in bounds.items() if getattr(t, b, None) is not None
-    ]
+    given = {b: getattr(t, b) for b in bounds if getattr(t, b, None) is not None}
+    limits = [f"{bounds[b]} {value:g}" for b, value in given.items()]
     default = f.default
     if default is msgspec.NODEFAULT:
         default = f.default_factory() if f.default_factory is not msgspec.NODEFAULT else None
@@ -132,21 +143,36 @@ def _setting(struct: type[msgspec.Struct], f: inspect.Field) -> Setting:
         limits=" and ".join(limits),
         group=group,
         about=about,
+        expected=_expected(kind_of[type(t)], given),
     )
+
+
+def _expected(kind: Kind, given: Mapping[str, float]) -> str:
+    """What a number within these limits is called."""
+    noun = "a whole number" if kind == "int" else "a number"
+    match given:
+        case {"ge": low, "le": high}:
+            return f"{noun} from {low:g} to {high:g}"
+        case {"gt": low, "le": high}:
+            return f"{noun} above {low:g}, at most {high:g}"
+        case {"ge": low}:
+            return f"{noun} of at least {low:g}"
+        case {"gt": low}:
+            return f"{noun} above {low:g}"
+        case _:
+            return ""
 
 
 def help_text(command: Command, topic: str = "") -> str:
     """Help of a command. `topic`: "" = one line per flag, "all", a group, or a word in a flag."""
     known = settings(*command.structs)
     groups = dict.fromkeys(s.group for s in known.values())
-    where = " ".join(f"[{p.upper()}]" for p in command.positionals)
+    words = ["xylite", command.name, *(f"[{p.upper()}]" for p in command.positionals), "[flags]"]
     if not topic:
-        head = f"usage: xylite {command.name} {where} [flags]\n\n{command.about}\n"
+        head = f"usage: {' '.join(words)}\n\n{command.about}\n"
         foot = (
             f"--help=all explains every flag, --help=GROUP a group ({', '.join(groups)}), "
-            "--help=WORD the flags with that word.\n"
-            "--config FILE reads settings from YAML or TOML, XYLITE_NAME from the environment; "
-            "the command line wins."
+            "--help=WORD the flags with that word.\n" + _sources(command)
         )
         body = "".join(
             f"\n{group}:\n" + "".join(_brief(s) for s in known.values() if s.group == group)
@@ -159,17 +185,32 @@ def help_text(command: Command, topic: str = "") -> str:
     ]
     if not picked:
         raise ConfigError(f"--help={topic}: no group or flag; groups: {', '.join(groups)}")
-    return "\n".join(_in_full(s) for s in picked)
+    return "\n".join(_in_full(s, command.reads(s.name)) for s in picked)
+
+
+def _sources(command: Command) -> str:
+    """Where else settings come from."""
+    if command.environment is not None:
+        *most, last = (f"XYLITE_{name.upper()}" for name in command.environment)
+        read = f"{', '.join(most)} and {last} are"
+        return (
+            f"--config FILE reads settings from YAML or TOML; of the environment only {read} read."
+        )
+    return (
+        "--config FILE, or XYLITE_CONFIG, reads settings from YAML or TOML, XYLITE_NAME from the "
+        "environment; the command line wins."
+    )
 
 
 def _brief(s: Setting) -> str:
     left = f"  {s.flag} {s.metavar}".rstrip() if s.kind != "choice" else f"  {s.flag} WORD"
-    about = textwrap.shorten(s.about, HELP_WIDTH - 38, placeholder=" ...")
-    gap = "\n" + " " * 38 if len(left) > 36 else " " * (38 - len(left))
-    return f"{left}{gap}{about}\n"
+    margin = "\n" + " " * 38
+    gap = margin if len(left) > 36 else " " * (38 - len(left))
+    about = textwrap.wrap(s.about, HELP_WIDTH - 38, break_on_hyphens=False)
+    return f"{left}{gap}{margin.join(about)}\n"
 
 
-def _in_full(s: Setting) -> str:
+def _in_full(s: Setting, from_environment: bool) -> str:
     others = [f"-{k}" for k, v in SHORT.items() if v == s.name]
     others += [f"--{k.replace('_', '-')}" for k, v in ALIASES.items() if v == s.name]
     negative = f", --no-{s.flag[2:]}" if s.kind == "bool" else ""
@@ -179,7 +220,8 @@ def _in_full(s: Setting) -> str:
     ]
     lines += textwrap.wrap(s.about, HELP_WIDTH - 6)
     limits = f"; {s.limits}" if s.limits else ""
-    lines.append(f"default {s.default_text}{limits}; XYLITE_{s.name.upper()}; group {s.group}")
+    name = f"; XYLITE_{s.name.upper()}" if from_environment else ""
+    lines.append(f"default {s.default_text}{limits}{name}; group {s.group}")
     return "\n      ".join(lines) + "\n"
 
 

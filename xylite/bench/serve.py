@@ -136,6 +136,7 @@ BENCH_SERVE: Final = Command(
     "bench serve",
     "Sends load to a running server and reports latencies and throughput.",
     (BenchConfig,),
+    environment=("api_key", "host", "port"),
 )
 
 

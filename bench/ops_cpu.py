@@ -22,7 +22,7 @@ import torch
 
 from xylite import models
 from xylite.models import layers, weights
-from xylite.ops import Batch, Ops, TaskLists, cpu
+from xylite.ops import Activation, Batch, Ops, TaskLists, cpu
 from xylite.runtime import task_table
 from xylite.runtime.step import TokenTable
 

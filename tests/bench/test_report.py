@@ -52,6 +52,15 @@ def test_peaks_are_within_one_second_and_at_one_moment():
     assert result["max_concurrent_requests"] == 2
 
 
+@pytest.mark.parametrize("seconds", [0.41, 0.9, 1.05, 1.9, 2.0, 7.7])
+def test_the_peak_is_never_below_the_mean(seconds: float):
+    gap = (seconds - 0.1) / 20
+    run = [outcome(100.0, 0.1, [gap] * 20), outcome(100.0, 0.1, [gap] * 20)]
+    result = measure(run, seconds, metrics=METRICS, percentiles=(99,), goodput={})
+    assert result["max_output_tokens_per_s"] >= result["output_throughput"]
+    assert result["max_output_tokens_per_s"] < 2.5 * result["output_throughput"]
+
+
 def test_goodput_counts_requests_that_keep_every_limit():
     assert measured()["request_goodput"] is None
     assert measured(goodput={"ttft": 250})["request_goodput"] == 1.0
@@ -77,6 +86,8 @@ def test_the_table_has_the_lines_vllm_prints():
     assert "-----Time per Output Token (excl. 1st token)------" in lines
     assert "Mean TTFT (ms):                          200.00" in lines
     assert "P99.9 TPOT (ms):                         19.99" in lines
+    assert "Median TTFT (ms):                        200.00" in lines
+    assert not any(line.startswith("P50 ") for line in lines), "it is the median"
     assert not any("ITL" in line or "goodput" in line for line in lines)
     assert lines[-1] == "=" * 50
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from xylite.command_line import human_int, parse
-from xylite.config import EngineConfig, ServerConfig, about
+from xylite.config import EngineConfig, ServerConfig, about, speculative
 from xylite.errors import ConfigError
 from xylite.flags import ALIASES, Command, help_text, markdown_table, settings
 
@@ -294,3 +294,10 @@ def test_help_shows_every_meaning_whole_within_its_width():
     assert max(map(len, text.splitlines())) <= 96
     for setting in settings(*serve.structs).values():
         assert setting.about in " ".join(text.split())
+
+
+def test_a_wrong_key_of_the_speculative_config_lists_the_right_ones():
+    with pytest.raises(ConfigError, match=r"unknown field num_tokens; known: method, model, num_"):
+        speculative({"method": "ngram", "num_tokens": 3})
+    with pytest.raises(ConfigError, match=r"no method 'eagle'; known: ngram, suffix, draft_model"):
+        speculative({"method": "eagle"})

@@ -123,7 +123,7 @@ def _open_directory(directory: Path, with_weights: bool) -> Checkpoint:
     config = _json_object(directory / "config.json")
     if config is None:
         raise ConfigError(
-            f"{directory}: holds no config.json and not exactly one .gguf file", param="model"
+            f"{directory}: neither config.json nor exactly one .gguf file is in it", param="model"
         )
     bare = Checkpoint(
         path=str(directory),

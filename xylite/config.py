@@ -173,7 +173,8 @@ def speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
     try:
         c = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as e:
-        raise refuse(str(e)) from None
+        known = ", ".join(SpeculativeConfig.__struct_fields__)
+        raise refuse(f"{str(e).replace('`', '')}; known: {known}") from None
     method = c.method or ("draft_model" if c.model is not None else None)
     if method is None:
         raise refuse(f"method is missing; known: {', '.join(DRAFT_TOKENS)}")

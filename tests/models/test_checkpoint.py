@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.models import tiny
+from xylite import models
 from xylite.checkpoint import open_checkpoint
 from xylite.errors import ConfigError
 from xylite.tensor_files import BLOCKS, read_gguf, read_safetensors
@@ -303,7 +304,7 @@ def lone(name: str) -> Callable[[Path], Path]:
 
 BROKEN_DIRECTORIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing there": (lambda p: p / "no" / "model", "there is no such directory or .gguf file"),
-    "empty directory": (lambda p: p, "holds no config.json"),
+    "empty directory": (lambda p: p, "neither config.json nor"),
     "no weights": (directory, "holds no .safetensors file"),
     "pickle directory": (
         lambda p: directory(p, pytorch_model__bin="x"),
@@ -487,3 +488,11 @@ def test_nothing_of_a_checkpoint_is_run(tmp_path):
     tiny.save_directory(tmp_path, cfg, {"a": torch.zeros(1)})
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
     assert open_checkpoint(str(tmp_path)).config["auto_map"]
+
+
+def test_a_model_type_or_quantisation_that_is_not_known_is_told_with_its_place():
+    with pytest.raises(ConfigError, match=r"^DIR/config\.json: model_type 'x' is not supported"):
+        models.describe({"model_type": "x"}, "DIR/config.json")
+    quantised = {"model_type": "llama", "quantization_config": {"quant_method": "x"}}
+    with pytest.raises(ConfigError, match=r"^DIR/config\.json: quantization_config"):
+        models.describe(quantised, "DIR/config.json")

@@ -24,21 +24,24 @@ def families() -> dict[str, ModuleType]:
     return {t: m for m in modules for t in getattr(m, "MODEL_TYPES", ())}
 
 
-def find(model_type: str) -> ModuleType:
-    """The family that serves `model_type`; ConfigError listing the known ones."""
+def find(model_type: str, source: str = "config.json") -> ModuleType:
+    """The family that serves `model_type`; ConfigError naming `source` and the known ones."""
     known = families()
     if model_type not in known:
         raise ConfigError(
-            f"config.json: model_type {str(model_type)[:80]!r} is not supported "
+            f"{source}: model_type {str(model_type)[:80]!r} is not supported "
             f"(supported: {', '.join(sorted(known))}); code that comes with a model is never run",
             param="model",
         )
     return known[model_type]
 
 
-def describe(config: Mapping[str, Any]) -> tuple[ModuleType, ModelSpec]:
+def describe(
+    config: Mapping[str, Any], source: str = "config.json"
+) -> tuple[ModuleType, ModelSpec]:
     """Family and spec of a model, from its config.json.
 
+    source   where the config was, for errors
     raises   ConfigError: unknown architecture, unknown quantisation, or a number out of bounds
     """
     quantised = config.get("quantization_config")
@@ -47,10 +50,10 @@ def describe(config: Mapping[str, Any]) -> tuple[ModuleType, ModelSpec]:
         known = plugins.names("models.quant")
         if method not in known:
             raise ConfigError(
-                f"config.json: quantization_config.quant_method {str(method)[:80]!r} is not "
+                f"{source}: quantization_config.quant_method {str(method)[:80]!r} is not "
                 f"supported (supported: {', '.join(known) or 'none yet'})",
                 param="model",
             )
     model_type = config.get("model_type")
-    family = find(model_type if isinstance(model_type, str) else str(model_type))
+    family = find(model_type if isinstance(model_type, str) else str(model_type), source)
     return family, family.spec_from_config(config)

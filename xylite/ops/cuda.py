@@ -15,7 +15,7 @@ from xylite.ops import Device, Ops, reference
 TRITON: Final = (3, 6)
 OLDEST: Final = (8, 0)
 FIT: Final = (
-    "xylite[cuda] installs a set that fits: torch 2.9 or newer for CUDA, triton 3.6 or newer"
+    "xylite[cuda] installs a set that fits: torch 2.10 or newer for CUDA, triton 3.6 or newer"
 )
 
 

@@ -1,9 +1,10 @@
 """Tile sizes and launch options as data: (op, chip, dtype, shape bucket) -> Tiles.
 
-A row serves every shape it fits; rows for one exact (N, K), as `xylite tune` writes them, win over
-the built-in ones. Every built-in row is compiled in the tests for the chip it names: on Ascend it
-fits UB, L1 and L0C without losing its double buffers, on CUDA it spills nothing and fits the shared
-memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86, sm_89 and sm_120 too.
+A row serves every shape it fits; rows for one exact (N, K), from a file that a tuning run wrote,
+win over the built-in ones. Every built-in row is compiled in the tests for the chip it names: on
+Ascend it fits UB, L1 and L0C without losing its double buffers, on CUDA it spills nothing and fits
+the shared memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86, sm_89 and
+sm_120 too.
 
 Chips: "910b-1.0.0", "910b-1.1.0" and "910b-1.2.0" (all Ascend 910B and A3 have the same memories;
 the number is the generation of the compiler, AscendNPU-IR in CANN 8.5, 9.0 and 9.1, which plan

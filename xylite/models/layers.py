@@ -1,6 +1,8 @@
 """Pieces that several families share: rotary tables, KV storage, the head, GGUF's names."""
 
+import contextlib
 import math
+import mmap
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -94,12 +96,27 @@ def make_kv(
     spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """An empty cache: per layer k and v, [N, G, P, D] of zeros."""
-    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    shape = (2 * spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    whole = _lazy_zeros(shape, dtype) if device.type == "cpu" else None
+    if whole is None:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+    return tuple(DenseKV(whole[2 * i], whole[2 * i + 1]) for i in range(spec.num_layers))
 
-    def zeros() -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
 
-    return tuple(DenseKV(zeros(), zeros()) for _ in range(spec.num_layers))
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Zeros whose memory the system gives page by page as it is used, in huge pages where it can.
+
+    torch.zeros writes them all: seconds, and gigabytes that a small load never needs. None where
+    the platform has no such memory.
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return None
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import xylite
+from bench.compare import render
 from tests.http.fake_engine import FakeEngine
 from tests.write_readme import README, with_settings
 from xylite.http import make_app
@@ -33,6 +34,13 @@ def project() -> dict[str, Any]:
 
 def test_settings_table_is_what_the_structs_say():
     assert with_settings(TEXT) == TEXT, "run `make docs`"
+
+
+def test_the_readme_has_a_place_for_the_performance_table():
+    lines = TEXT.splitlines()
+    begin, end = lines.index("<!-- performance -->"), lines.index("<!-- /performance -->")
+    assert begin < end
+    assert TEXT.count(render.BEGIN) == TEXT.count(render.END) == 1
 
 
 def test_every_route_is_in_the_table_of_endpoints():

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import weakref
 from pathlib import Path
 
 import psutil
@@ -248,6 +249,20 @@ async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_be
         assert set(now["finished"]) <= {"length", "abort"}
         assert sum(now["finished"].values()) == 2000
     assert memory[-1] - memory[3] < 16 * 2**20, memory
+
+
+async def test_engine_that_was_left_holds_no_weights_and_no_kv(tmp_path):
+    write_small_model(tmp_path)
+    gc.disable()  # the memory must not wait for a collection
+    try:
+        async with served(tmp_path, load_format="dummy") as client:
+            await client.text([5, 6, 7], 3)
+            executor = weakref.ref(client.engine._engine._runner)
+            assert executor() is not None
+        assert executor() is None
+        assert client.engine.state == "closed"
+    finally:
+        gc.enable()
 
 
 async def test_numbers_after_a_long_prompt_go_on(smollm2_dir):

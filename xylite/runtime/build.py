@@ -73,7 +73,7 @@ def build(
     table = ops.load(config.device)
     if config.batch_invariant and table.invariant is not None:
         table = table.invariant()
-    family, spec = models.describe(checkpoint.config)
+    family, spec = models.describe(checkpoint.config, _place(checkpoint))
     if vocab_size > spec.vocab_size:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens but the model's embedding only "
@@ -153,7 +153,7 @@ def _draft_model(
     max_len: int,
 ) -> Model:
     """The model that drafts, in the dtype of the one it drafts for."""
-    family, spec = models.describe(checkpoint.config)
+    family, spec = models.describe(checkpoint.config, _place(checkpoint))
     if vocab_size > spec.vocab_size:
         raise ConfigError(
             f"speculative_config: the vocabulary has {vocab_size} tokens but the draft model "
@@ -201,6 +201,11 @@ def _say_what_was_chosen(given: EngineConfig, resolved: EngineConfig) -> None:
         before, after = getattr(given, name), getattr(resolved, name)
         if before != after:
             _log.info("%s: %s (was %s)", name, after, "auto" if before is None else before)
+
+
+def _place(checkpoint: Checkpoint) -> str:
+    """Where the model's configuration was, for errors."""
+    return checkpoint.path if checkpoint.format == "gguf" else f"{checkpoint.path}/config.json"
 
 
 def _quantising(table: Ops, name: str | None) -> Ops:

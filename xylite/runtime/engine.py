@@ -282,6 +282,9 @@ class Engine:
             self._fail(ticket, error)
         self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
+        # Weights and KV go at once, however long the caller keeps this object.
+        vars(self).pop("_runner", None)
+        self._drafter = None
 
     def _fail(self, ticket: Ticket, error: XyliteError) -> None:
         for seq in ticket.sequences:

@@ -215,7 +215,9 @@ async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_be
     write_small_model(tmp_path)
     rng = random.Random(1)
     memory = []
-    async with served(tmp_path, max_num_seqs=200, load_format="dummy") as client:
+    # A pool that the first rounds fill, since its memory is given as it is used.
+    pool = {"kv_cache_memory_bytes": 64 * 2**20}
+    async with served(tmp_path, max_num_seqs=200, load_format="dummy", **pool) as client:
 
         async def stream(i, patience):
             body = {

@@ -70,7 +70,7 @@ def build(
     drafting = None if config.speculative_config is None else speculative(config.speculative_config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    table = ops.load(config.device)
+    table = _quantising(ops.load(config.device), config.quantization)
     if config.batch_invariant and table.invariant is not None:
         table = table.invariant()
     family, spec = models.describe(checkpoint.config, _place(checkpoint))

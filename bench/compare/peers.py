@@ -103,7 +103,10 @@ def missing_format(variant: str) -> str | None:
     name = VARIANTS[variant][1].get("quantization")
     if name is None:
         return None
-    code = f"from xylite import plugins; plugins.find('models.quant', {name!r})"
+    code = (
+        "import sys; from xylite import ops; "
+        f"sys.exit(None if {name!r} in ops.load('auto').packers else 'no format {name}')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -40,6 +40,7 @@ def test_another_processor_is_measured_again(
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tuning.save(tmp_path / "file" / "tuning.json", tuning.Tuning(False))
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_first_start_measures_and_the_second_reads(ops: Ops, tmp_path: Path) -> None:

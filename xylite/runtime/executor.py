@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xylite.models.spec import ModelSpec
 from xylite.ops import Batch, KVCache, Ops, SampleBatch, SamplerState, TaskLists
+from xylite.ops.reference import logprobs as logprobs_of
 from xylite.runtime.step import LogprobRows, SampleTable, StateReset, Step, StepResult
 from xylite.runtime.token_table import uniforms
 
@@ -122,7 +123,7 @@ class Executor:
             if step.compact:
                 self._compact(forwarded, accepted)
             if raw is not None:
-                logprobs = _scored(raw, ids, table.num_logprobs)
+                logprobs = logprobs_of(raw, ids, table.num_logprobs)
         return StepResult(
             ids=_numpy(ids.to(torch.int32)),
             accepted=_numpy(accepted),
@@ -307,24 +308,12 @@ class Executor:
         for start in range(0, n, PROMPT_LOGPROB_ROWS):
             rows = self._put(step.prompt_rows[start : start + PROMPT_LOGPROB_ROWS])
             ids = self._put(step.prompt_targets[start : start + PROMPT_LOGPROB_ROWS])
-            scored.append(_scored(self._logits(hidden[rows]), ids, step.num_prompt_logprobs))
+            scored.append(logprobs_of(self._logits(hidden[rows]), ids, step.num_prompt_logprobs))
         return _joined(scored)
 
 
 def _numpy(x: Tensor) -> np.ndarray:
     return x.cpu().numpy()
-
-
-def _scored(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of ids [R] and the k best of each row of raw logits [R, V].
-
-    The chosen token's value is read from the same tensor as the best ones, so that it equals its
-    own entry there bit for bit. Source of the need: lm-eval compares them with ==.
-    """
-    logp = logits.log_softmax(-1)
-    chosen = logp.gather(1, ids.long()[:, None])[:, 0]
-    top, top_ids = logp.topk(min(k, logp.shape[1]))
-    return chosen, top_ids.int(), top
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> LogprobRows:

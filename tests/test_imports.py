@@ -56,6 +56,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "checkpoint",
         "text",
         "runtime.engine",
+        "runtime.event_queue",
         "runtime.build",
         "runtime.request",
         "runtime.stats",
@@ -70,7 +71,18 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "models",
         "ops",
     ),
-    "runtime.engine": (*LEAVES, *HOST, "runtime", "checkpoint", "models", "ops"),
+    "runtime.event_queue": (*LEAVES, *HOST),
+    "runtime.interfaces": (*LEAVES, *HOST),
+    "runtime.engine": (
+        *LEAVES,
+        *HOST,
+        "runtime.event_queue",
+        "runtime.interfaces",
+        "runtime",
+        "checkpoint",
+        "models",
+        "ops",
+    ),
     "runtime": (*LEAVES, *HOST, "checkpoint", "models", "ops"),
     "runtime.drafters.draft_model": (*LEAVES, *HOST, "runtime", "checkpoint", "models", "ops"),
     "models": (*LEAVES, "checkpoint", "tensor_files", "ops"),
@@ -105,7 +117,14 @@ TORCH_FREE = (
     "text",
 )
 # These import no torch themselves.
-NO_TORCH_OF_THEIR_OWN = (*TORCH_FREE, "http", "text_engine", "runtime.engine")
+NO_TORCH_OF_THEIR_OWN = (
+    *TORCH_FREE,
+    "http",
+    "text_engine",
+    "runtime.engine",
+    "runtime.event_queue",
+    "runtime.interfaces",
+)
 
 DEVICE_NAME = re.compile(r"(cuda|npu)(:\d+)?")
 

@@ -18,7 +18,8 @@ from typing import Any, Final
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
 from xylite.errors import ConfigError, Overloaded, RequestError, XyliteError
-from xylite.runtime.engine import Engine, EventQueue, Ticket
+from xylite.runtime.engine import Engine, Ticket
+from xylite.runtime.event_queue import EventQueue
 from xylite.runtime.request import (
     FinishReason,
     Limits,

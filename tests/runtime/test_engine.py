@@ -11,7 +11,8 @@ import pytest
 from tests.toy import WORDS, SumConstraint, ToyExecutor, expected_tokens, toy_request
 from xylite.errors import EngineError, Overloaded
 from xylite.runtime.blocks import KVBlocks
-from xylite.runtime.engine import Engine, TokenQueue
+from xylite.runtime.engine import Engine
+from xylite.runtime.event_queue import TokenQueue
 from xylite.runtime.request import SamplingParams
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.token_table import Tabulator

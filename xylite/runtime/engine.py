@@ -7,18 +7,19 @@ The engine knows token ids only.
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from xylite.errors import EngineError, Overloaded, XyliteError
+from xylite.runtime.event_queue import Sink
+from xylite.runtime.interfaces import Drafter, Runner
 from xylite.runtime.request import FinishReason, Request, TokenEvent
 from xylite.runtime.scheduler import Outcome, Plan, Scheduler
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.stats import Observer, RequestRecord, Tallies
+from xylite.runtime.stats import Observer, RequestRecord, Tallies, snapshot
 from xylite.runtime.step import Step, StepResult
 from xylite.runtime.token_table import Tabulator, fill_masks
 
@@ -26,57 +27,6 @@ PLAN_MARGIN_S = 0.002  # the next iteration is planned this long before the devi
 MAX_FAILED_STEPS = 5  # so many iterations failing one after the other means the device is lost
 
 _log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """What the engine needs of an executor; called on the device thread only."""
-
-    def run(self, step: Step, mask: np.ndarray | None = None) -> StepResult: ...
-
-    def forward(self, step: Step) -> Any: ...
-
-    def sample(self, forwarded: Any, mask: np.ndarray | None = None) -> StepResult: ...
-
-
-OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function on the device thread
-
-
-class Drafter(Protocol):
-    """Proposes drafts. `propose` runs between iterations and may return at once with nothing."""
-
-    async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
-        """Set `draft` of those sequences it has a proposal for."""
-        ...
-
-    def observe(self, plan: Plan, seconds: float, gap: float) -> None:
-        """Learn from a committed iteration: what was accepted, the seconds the device took, and
-        those it waited because the iteration could not be planned ahead."""
-        ...
-
-    @property
-    def is_active(self) -> bool:
-        """Some sequence may want a draft: the next iteration cannot be planned ahead."""
-        ...
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
-        ...
-
-
-class Sink(Protocol):
-    """Where the events of one request go, on the event loop, as they happen."""
-
-    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
-        """Take an event: how many of its tokens count, and whether the sequence ends with it.
-
-        A sink that needs no more tokens of a sequence (a stop string was found) gives a reason
-        though the event has none; what comes after is not delivered.
-        """
-        ...
-
-    def abandon(self, error: XyliteError) -> None:
-        """Nothing more comes: `put` raised."""
-        ...
 
 
 class Ticket:
@@ -91,58 +41,6 @@ class Ticket:
     def cancel(self) -> None:
         """Nobody listens any more: free what the request holds. Does nothing if it has ended."""
         self._engine.cancel(self)
-
-
-E = TypeVar("E")
-
-
-class EventQueue(Generic[E]):
-    """Events of one request in order, for one reader: ends after `num_open` last events."""
-
-    def __init__(self, num_open: int):
-        self._events: deque[E] = deque()
-        self._ready = asyncio.Event()
-        self._open = num_open
-        self._error: XyliteError | None = None
-
-    def add(self, event: E, *, is_last: bool) -> None:
-        """Append an event; is_last: no more come of its sequence."""
-        self._events.append(event)
-        self._open -= is_last
-        self._ready.set()
-
-    def abandon(self, error: XyliteError) -> None:
-        """No more events come; the reader gets the error after those that are there."""
-        self._error = error
-        self._ready.set()
-
-    def __aiter__(self) -> "EventQueue[E]":
-        return self
-
-    async def __anext__(self) -> E:
-        while not self._events:
-            if self._open <= 0:
-                raise StopAsyncIteration
-            if self._error is not None:
-                self._open = 0
-                raise self._error
-            self._ready.clear()
-            await self._ready.wait()
-        return self._events.popleft()
-
-    def take_ready(self) -> list[E]:
-        """Events that are there already, without waiting."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-
-class TokenQueue(EventQueue[TokenEvent]):
-    """A sink that keeps token events for one reader."""
-
-    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
-        self.add(event, is_last=event.finish_reason is not None)
-        return len(event.tokens), event.finish_reason
 
 
 class _Flight:
@@ -558,34 +456,4 @@ class Engine:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges now."""
-        scheduler, blocks, c = self.scheduler, self.scheduler.blocks, self.scheduler.counters
-        used = blocks.num_blocks - blocks.num_free
-        running = sum(s.finish is None for s in scheduler.running)
-        return {
-            "num_running": running,
-            "num_waiting": len(scheduler.waiting),
-            "kv_usage": used / blocks.num_blocks,
-            "num_blocks": blocks.num_blocks,
-            "num_free_blocks": blocks.num_free,
-            "num_cached_blocks": blocks.num_cached,
-            "block_size": blocks.block_size,
-            "enable_prefix_caching": blocks.reuse,
-            "prefix_queries": c.prefix_queries,
-            "prefix_hits": c.prefix_hits,
-            "num_preemptions": c.num_preemptions,
-            "prompt_tokens": c.prompt_tokens,
-            "prompt_tokens_cached": c.prompt_tokens_cached,
-            "generation_tokens": self.tallies.generation_tokens,
-            "num_steps": c.num_steps,
-            "step_tokens": c.step_tokens,
-            "step_seconds": self.tallies.step_seconds,
-            "host_gap_seconds": self.tallies.host_gap_seconds,
-            "failed_steps": self.tallies.failed_steps,
-            "spec_num_drafts": c.spec_num_drafts,
-            "spec_num_draft_tokens": c.spec_num_draft_tokens,
-            "spec_num_accepted_tokens": c.spec_num_accepted_tokens,
-            "spec_accepted_per_pos": list(c.spec_accepted_per_pos),
-            "corrupted": c.corrupted,
-            "rejections": dict(self.tallies.rejections),
-            "finished": dict(self.tallies.finished),
-        }
+        return snapshot(self.scheduler, self.tallies)

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from xylite.runtime.request import FinishReason
+from xylite.runtime.scheduler import Scheduler
 
 _SEVERITY = {"error": 3, "abort": 2, "length": 1, "stop": 0}
 
@@ -90,3 +91,38 @@ class Tallies:
     step_seconds: float = 0.0
     host_gap_seconds: float = 0.0
     failed_steps: int = 0
+
+
+def snapshot(scheduler: Scheduler, tallies: Tallies) -> dict[str, Any]:
+    """Counters and gauges now."""
+    blocks, c = scheduler.blocks, scheduler.counters
+    used = blocks.num_blocks - blocks.num_free
+    running = sum(s.finish is None for s in scheduler.running)
+    return {
+        "num_running": running,
+        "num_waiting": len(scheduler.waiting),
+        "kv_usage": used / blocks.num_blocks,
+        "num_blocks": blocks.num_blocks,
+        "num_free_blocks": blocks.num_free,
+        "num_cached_blocks": blocks.num_cached,
+        "block_size": blocks.block_size,
+        "enable_prefix_caching": blocks.reuse,
+        "prefix_queries": c.prefix_queries,
+        "prefix_hits": c.prefix_hits,
+        "num_preemptions": c.num_preemptions,
+        "prompt_tokens": c.prompt_tokens,
+        "prompt_tokens_cached": c.prompt_tokens_cached,
+        "generation_tokens": tallies.generation_tokens,
+        "num_steps": c.num_steps,
+        "step_tokens": c.step_tokens,
+        "step_seconds": tallies.step_seconds,
+        "host_gap_seconds": tallies.host_gap_seconds,
+        "failed_steps": tallies.failed_steps,
+        "spec_num_drafts": c.spec_num_drafts,
+        "spec_num_draft_tokens": c.spec_num_draft_tokens,
+        "spec_num_accepted_tokens": c.spec_num_accepted_tokens,
+        "spec_accepted_per_pos": list(c.spec_accepted_per_pos),
+        "corrupted": c.corrupted,
+        "rejections": dict(tallies.rejections),
+        "finished": dict(tallies.finished),
+    }

@@ -1,0 +1,75 @@
+"""Where the engine puts what it has for a request, and the queue a reader takes it from."""
+
+import asyncio
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+from xylite.errors import XyliteError
+from xylite.runtime.request import FinishReason, TokenEvent
+
+E = TypeVar("E")
+
+
+class Sink(Protocol):
+    """Where the events of one request go, on the event loop, as they happen."""
+
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        """Take an event: how many of its tokens count, and whether the sequence ends with it.
+
+        A sink that needs no more tokens of a sequence (a stop string was found) gives a reason
+        though the event has none; what comes after is not delivered.
+        """
+        ...
+
+    def abandon(self, error: XyliteError) -> None:
+        """Nothing more comes: `put` raised."""
+        ...
+
+
+class EventQueue(Generic[E]):
+    """Events of one request in order, for one reader: ends after `num_open` last events."""
+
+    def __init__(self, num_open: int):
+        self._events: deque[E] = deque()
+        self._ready = asyncio.Event()
+        self._open = num_open
+        self._error: XyliteError | None = None
+
+    def add(self, event: E, *, is_last: bool) -> None:
+        """Append an event; is_last: no more come of its sequence."""
+        self._events.append(event)
+        self._open -= is_last
+        self._ready.set()
+
+    def abandon(self, error: XyliteError) -> None:
+        """No more events come; the reader gets the error after those that are there."""
+        self._error = error
+        self._ready.set()
+
+    def __aiter__(self) -> "EventQueue[E]":
+        return self
+
+    async def __anext__(self) -> E:
+        while not self._events:
+            if self._open <= 0:
+                raise StopAsyncIteration
+            if self._error is not None:
+                self._open = 0
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        return self._events.popleft()
+
+    def take_ready(self) -> list[E]:
+        """Events that are there already, without waiting."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+
+class TokenQueue(EventQueue[TokenEvent]):
+    """A sink that keeps token events for one reader."""
+
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        self.add(event, is_last=event.finish_reason is not None)
+        return len(event.tokens), event.finish_reason

@@ -132,7 +132,7 @@ def test_any_schedule_gives_the_tokens_of_full_recomputation(data, seed):
     assert driver.blocks.num_free == world["num_blocks"]
     driver.blocks.check([])
     assert not driver.scheduler.num_unfinished
-    assert len(driver.scheduler._rows) == world["max_num_seqs"]
+    assert len(driver.scheduler.free_rows) == world["max_num_seqs"]
 
 
 def _check_logprobs(driver, request, i, got):

@@ -13,8 +13,8 @@ from xylite.config import DRAFT_TOKENS, SpeculativeConfig, speculative
 from xylite.errors import ConfigError
 from xylite.runtime import speculation
 from xylite.runtime.drafters import DraftOptions
+from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft, SamplingParams
-from xylite.runtime.scheduler import Chunk, Plan
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.speculation import FRESH_STEPS, MIN_SAMPLES, Speculation, StepCosts
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from xylite.errors import EngineError, Overloaded, XyliteError
+from xylite.runtime.commit import Outcome
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
+from xylite.runtime.plan import Plan
 from xylite.runtime.request import FinishReason, Request, TokenEvent
-from xylite.runtime.scheduler import Outcome, Plan, Scheduler
+from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.stats import Observer, RequestRecord, Tallies, snapshot
 from xylite.runtime.step import Step, StepResult

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xylite.runtime.scheduler import Plan
+from xylite.runtime.plan import Plan
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import Step, StepResult
 

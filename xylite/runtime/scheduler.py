@@ -10,13 +10,15 @@ runs.
 No clock, no randomness, no I/O: `now` is passed in, so a run can be replayed exactly.
 """
 
-from dataclasses import dataclass, field
-
-from xylite.errors import EngineError, Overloaded, RequestError, XyliteError
-from xylite.runtime.blocks import Copy, KVBlocks
-from xylite.runtime.request import Draft, FinishReason, Request, TokenEvent, TokenLogprob
+from xylite.errors import XyliteError
+from xylite.runtime import commit
+from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.commit import Outcome
+from xylite.runtime.plan import Chunk, Plan
+from xylite.runtime.queues import Queues
+from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.step import LogprobRows, StepResult
+from xylite.runtime.step import StepResult
 
 AGEING_S = 10.0  # waiting this long is worth one level of priority
 NO_PASSING_S = 5.0  # a request that waited this long for memory is not passed by others
@@ -24,75 +26,8 @@ MAX_TRIES = 8  # waiting requests that are tried for memory in one iteration
 LONG_SHARE = 4  # a prompt longer than the budget leaves 1/LONG_SHARE of it to those behind
 
 
-@dataclass(slots=True)
-class Chunk:
-    """The tokens of one sequence that run in one iteration: tokens [start, start + num), of which
-    the last len(draft) are draft tokens. `samples`: the token after it is drawn in this step."""
-
-    seq: Sequence
-    start: int
-    num: int
-    draft: Draft | None
-    samples: bool
-    epoch: int
-
-    @property
-    def num_draft(self) -> int:
-        return 0 if self.draft is None else len(self.draft)
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Tokens of the chunk whose prediction is scored against the next prompt token."""
-        if not self.seq.wants_prompt_logprobs:
-            return 0
-        return max(0, min(self.start + self.num, self.seq.num_prompt - 1) - self.start)
-
-
-@dataclass(slots=True)
-class Plan:
-    """One iteration as decided: chunks in token-table order, and what happens to blocks first.
-
-    admitted  sequences that got a row with this plan: their row state must be set up
-    """
-
-    number: int
-    chunks: list[Chunk]
-    copies: list[Copy]
-    zero: list[int]
-    admitted: list[Sequence]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(c.num for c in self.chunks)
-
-    @property
-    def has_drafts(self) -> bool:
-        return any(c.draft is not None for c in self.chunks)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start. Tokens of prompts count once, when first computed or found."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    spec_num_drafts: int = 0
-    spec_num_draft_tokens: int = 0
-    spec_num_accepted_tokens: int = 0
-    spec_accepted_per_pos: list[int] = field(default_factory=list[int])
-    corrupted: int = 0
-    step_tokens: int = 0
-
-
-Outcome = tuple[Sequence, TokenEvent]
-
-
-class Scheduler:
-    """Sequences that wait, those that run, and the plan of each iteration.
+class Scheduler(Queues):
+    """The queues, and the plan of each iteration.
 
     budget        tokens per iteration
     max_num_seqs  sequences that run at once (rows)
@@ -109,85 +44,10 @@ class Scheduler:
         max_queued: int,
         max_draft: int = 0,
     ):
-        self.blocks = blocks
+        super().__init__(blocks, max_num_seqs=max_num_seqs, max_queued=max_queued)
         self.budget = budget
-        self.max_num_seqs = max_num_seqs
-        self.max_queued = max_queued
         self.max_draft = max_draft
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.counters = Counters()
-        self._rows = list(range(max_num_seqs - 1, -1, -1))
         self._number = 0
-        self._serial = 0
-
-    # Coming and going
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.waiting) + len(self.running)
-
-    def require_room(self, n: int) -> None:
-        """Overloaded unless n more sequences may run or wait; RequestError if they never may."""
-        limit = self.max_num_seqs + self.max_queued
-        if n > limit:
-            raise RequestError(
-                f"this request makes {n} sequences, this server takes at most {limit} at a time",
-                param="n",
-            )
-        if n > limit - self.num_unfinished:
-            raise Overloaded(
-                f"the server is full: {self.num_unfinished} sequences are running or waiting, the "
-                f"limit is {limit}, and this request needs {n}"
-            )
-
-    def add(self, request: Request, now: float) -> list[Sequence]:
-        """Queue a request's sequences; Overloaded if they do not fit into the queue."""
-        n = request.params.n
-        self.require_room(n)
-        new = [Sequence(request, i, now, self._serial + i) for i in range(n)]
-        self._serial += n
-        self.waiting += new
-        return new
-
-    def stop(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence now, whatever it is doing; its blocks come back when no step uses them."""
-        if seq.finish is None:
-            seq.finish = reason
-            self._leave(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Let go of a finished sequence, unless a step in flight still holds its blocks."""
-        if seq.row < 0:
-            if seq in self.waiting:
-                self.waiting.remove(seq)
-        elif not seq.num_inflight:
-            self._give_back(seq)
-            self.running.remove(seq)
-
-    def _give_back(self, seq: Sequence) -> None:
-        """Blocks and row return; the sequence starts over when planned again."""
-        self.blocks.release(seq)
-        self._rows.append(seq.row)
-        seq.row = -1
-        seq.num_computed = seq.num_planned = seq.num_pending = 0
-        seq.draft = None
-        seq.epoch += 1
-
-    def _requeue(self, seq: Sequence, *, poisoned: bool = False) -> None:
-        """Start over later. poisoned: a step has written to its blocks what nobody may read."""
-        seq.poisoned = poisoned
-        self._give_back(seq)
-        seq.poisoned = False
-        self.running.remove(seq)
-        self.waiting.append(seq)
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._requeue(seq)
-        seq.num_preemptions += 1
-        self.counters.num_preemptions += 1
-
-    # Planning
 
     @staticmethod
     def _rank(seq: Sequence, now: float) -> tuple[int, float, int]:
@@ -220,7 +80,7 @@ class Scheduler:
                 prefills.append(seq)
             elif not (seq.num_pending and seq.num_output + 1 >= seq.request.max_tokens):
                 decodes.append(seq)
-        if self._rows:
+        if self.free_rows:
             prefills += self.waiting
         prefills.sort(key=lambda s: self._rank(s, now))
         share = self._decode_share(decodes, prefills)
@@ -303,10 +163,10 @@ class Scheduler:
         candidates = [s for s in self.running if id(s) not in planned and not s.num_inflight]
         victim = max(candidates, key=lambda s: self._rank(s, now), default=seq)
         if victim is not seq:
-            self._preempt(victim)
+            self.preempt(victim)
             return True
         if len(self.running) > 1:
-            self._preempt(seq)
+            self.preempt(seq)
         return False
 
     def _reserve(self, seq: Sequence, length: int) -> bool:
@@ -340,7 +200,7 @@ class Scheduler:
     ) -> None:
         """Chunks of prompts, and of sequences that compute again after a preemption."""
         full = budget
-        claimed = sum(map(self._claim, self.running)) if self.waiting and self._rows else 0
+        claimed = sum(map(self._claim, self.running)) if self.waiting and self.free_rows else 0
         tries = MAX_TRIES
         for i, seq in enumerate(prefills):
             if budget <= 0:
@@ -408,7 +268,7 @@ class Scheduler:
     def _admit(self, plan: Plan, seq: Sequence, claimed: int) -> bool:
         """Give a waiting sequence a row if its tokens so far can be expected to fit beside the
         blocks that running ones have claimed."""
-        if not self._rows:
+        if not self.free_rows:
             return False
         if self.running:
             need = -(-len(seq.tokens) // self.blocks.block_size) + 1 + claimed
@@ -416,7 +276,7 @@ class Scheduler:
                 return False
         self.waiting.remove(seq)
         self.running.append(seq)
-        seq.row = self._rows.pop()
+        seq.row = self.free_rows.pop()
         self.blocks.attach(seq)
         plan.admitted.append(seq)
         return True
@@ -440,189 +300,11 @@ class Scheduler:
         self.counters.prefix_hits += saved
         self.counters.prompt_tokens_cached += saved
 
-    # After an iteration
-
     def commit(self, plan: Plan, result: StepResult) -> list[Outcome]:
         """Enter what an iteration produced; the events for the clients, in chunk order."""
-        outcomes: list[Outcome] = []
-        for chunk, finite in zip(plan.chunks, result.finite.tolist(), strict=True):
-            chunk.seq.num_inflight -= 1
-            if not finite and chunk.epoch == chunk.seq.epoch:
-                outcomes += self._fail_non_finite(plan, chunk)
-        self.blocks.commit(plan.number)
-        ids = result.ids.tolist()
-        accepted = result.accepted.tolist()
-        row = prompt_row = 0
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            end = row + 1 + chunk.num_draft if chunk.samples else row
-            rows = [r for r in range(row, end) if accepted[r]]
-            row = end
-            if seq.epoch == chunk.epoch and seq.finish is None:
-                if result.prompt_logprobs is not None and chunk.num_prompt_rows:
-                    self._score_prompt(chunk, result.prompt_logprobs, prompt_row)
-                event = self._advance(chunk, [ids[r] for r in rows], rows, result.logprobs)
-                if event is not None:
-                    outcomes.append((seq, event))
-            prompt_row += chunk.num_prompt_rows
-            if seq.finish is not None:
-                self._leave(seq)
-        return outcomes
-
-    def _advance(
-        self, chunk: Chunk, drawn: list[int], rows: list[int], logprobs: LogprobRows | None
-    ) -> TokenEvent | None:
-        """Append drawn tokens up to the first that ends the sequence."""
-        seq = chunk.seq
-        request = seq.request
-        params = request.params
-        new: list[int] = []
-        stop_token: int | None = None
-        error: EngineError | None = None
-        for token in drawn:
-            new.append(token)
-            seq.tokens.append(token)
-            ends = token in request.end_tokens or token in params.stop_token_ids
-            if ends and seq.num_output > params.min_tokens:
-                seq.finish, stop_token = "stop", token
-                break
-            if seq.num_output >= request.max_tokens:
-                seq.finish = "length"
-                break
-        seq.num_computed = chunk.start + chunk.num - chunk.num_draft + max(len(new) - 1, 0)
-        seq.num_planned = max(seq.num_planned, seq.num_computed)
-        if seq.num_planned == seq.num_computed:
-            seq.num_pending = 0
-        if new:
-            self._count_draft(chunk, min(len(drawn) - 1, len(new)))
-            if seq.constraint is not None and seq.finish is None:
-                error = _accepted(seq, new)
-        elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:
-            seq.finish = "length"
-        self.blocks.publish(seq, seq.last_step)
-        if not new and seq.finish is None:
-            return None
-        first = seq.num_output == len(new)
-        return TokenEvent(
-            index=seq.index,
-            tokens=tuple(new),
-            logprobs=_logprobs(new, rows, logprobs, params.logprobs),
-            prompt_logprobs=(
-                tuple(seq.prompt_logprobs) if first and seq.wants_prompt_logprobs else None
-            ),
-            finish_reason=seq.finish,
-            stop_token=stop_token,
-            num_cached=max(seq.num_cached, 0),
-            error=error,
-        )
-
-    def _count_draft(self, chunk: Chunk, num_accepted: int) -> None:
-        counters = self.counters
-        if chunk.draft is None:
-            return
-        counters.spec_num_drafts += 1
-        counters.spec_num_draft_tokens += chunk.num_draft
-        counters.spec_num_accepted_tokens += num_accepted
-        per_pos = counters.spec_accepted_per_pos
-        per_pos += [0] * (num_accepted - len(per_pos))
-        for i in range(num_accepted):
-            per_pos[i] += 1
-
-    @staticmethod
-    def _score_prompt(chunk: Chunk, rows: LogprobRows, first_row: int) -> None:
-        """Add the log-probabilities of prompt tokens that are not known from an earlier run."""
-        seq = chunk.seq
-        top = seq.request.params.prompt_logprobs or 0
-        for i in range(chunk.num_prompt_rows):
-            position = chunk.start + i + 1
-            if position == len(seq.prompt_logprobs):
-                seq.prompt_logprobs.append(
-                    _one_logprob(rows, first_row + i, seq.tokens[position], top)
-                )
-
-    def _fail_non_finite(self, plan: Plan, chunk: Chunk) -> list[Outcome]:
-        """End a sequence whose numbers went bad, and let those start over who read its blocks.
-
-        One that has ended meanwhile is told nothing, but its blocks go the same way.
-
-        Its blocks return at once: whatever still runs writes to them before a later step clears
-        them.
-        """
-        seq = chunk.seq
-        has_ended = seq.finish is not None
-        self.counters.corrupted += not has_ended
-        nodes = self.blocks.filled_by(seq, plan.number, chunk.start)
-        if seq.last_step != plan.number:
-            nodes += self.blocks.filled_by(seq, seq.last_step, chunk.start)
-        seq.finish = seq.finish or "error"
-        seq.poisoned = True
-        users = [s for s in self.blocks.users_of(nodes, self.running) if s is not seq]
-        for user in users:
-            if user.finish is None:
-                self._requeue(user, poisoned=True)
-            else:
-                user.poisoned = True
-                self._give_back(user)
-                self.running.remove(user)
-        self._give_back(seq)
-        self.running.remove(seq)
-        self.blocks.remove(nodes)
-        if has_ended:
-            return []
-        error = EngineError("the model produced numbers that are not finite", code="non_finite")
-        return [(seq, TokenEvent(index=seq.index, finish_reason="error", error=error))]
+        return commit.commit(self, plan, result)
 
     def fail(self, plan: Plan, error: XyliteError, ahead: Plan | None = None) -> list[Outcome]:
         """An iteration raised: its sequences end with `error`; the rest of `ahead`, which builds on
         it and whose result is to be ignored, starts over."""
-        outcomes: list[Outcome] = []
-        plans = [plan] if ahead is None else [plan, ahead]
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            if seq.epoch == chunk.epoch and seq.finish is None:
-                seq.finish = "error"
-                seq.poisoned = True
-                event = TokenEvent(index=seq.index, finish_reason="error", error=error)
-                outcomes.append((seq, event))
-        affected: dict[int, Sequence] = {}
-        for p in plans:
-            for chunk in p.chunks:
-                chunk.seq.num_inflight -= 1
-                if chunk.epoch == chunk.seq.epoch or chunk.seq.finish is not None:
-                    affected[id(chunk.seq)] = chunk.seq
-            for user in self.blocks.users_of(self.blocks.pending_of(p.number), self.running):
-                affected[id(user)] = user
-        for seq in affected.values():
-            if seq.finish is not None:
-                seq.poisoned = True
-                self._leave(seq)
-            elif seq.row >= 0:
-                self._requeue(seq, poisoned=True)
-        for p in reversed(plans):
-            self.blocks.fail(p.number)
-        return outcomes
-
-
-def _accepted(seq: Sequence, new: list[int]) -> EngineError | None:
-    """Advance the sequence's constraint; a fault of it ends this sequence only."""
-    assert seq.constraint is not None
-    try:
-        seq.constraint.accept(new)
-    except Exception:  # noqa: BLE001 - a plug-in's fault is not the other requests' fault
-        seq.finish = "error"
-        return EngineError("the request's constraint failed", code="constraint_failed")
-    return None
-
-
-def _one_logprob(rows: LogprobRows, row: int, token: int, top: int) -> TokenLogprob:
-    alternatives = zip(rows.top_ids[row, :top].tolist(), rows.top[row, :top].tolist(), strict=True)
-    return TokenLogprob(token, float(rows.chosen[row]), tuple(alternatives))
-
-
-def _logprobs(
-    tokens: list[int], rows: list[int], logprobs: LogprobRows | None, top: int | None
-) -> tuple[TokenLogprob, ...] | None:
-    if top is None or logprobs is None:
-        return None
-    pairs = zip(tokens, rows, strict=False)  # rows go on where the sequence ended
-    return tuple(_one_logprob(logprobs, r, t, top) for t, r in pairs)
+        return commit.fail(self, plan, error, ahead)

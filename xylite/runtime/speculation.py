@@ -16,8 +16,8 @@ import numpy as np
 from xylite import plugins
 from xylite.config import SpeculativeConfig
 from xylite.runtime.drafters import DraftOptions, Proposer
+from xylite.runtime.plan import Plan
 from xylite.runtime.request import Draft
-from xylite.runtime.scheduler import Plan
 from xylite.runtime.sequence import Sequence
 
 FRESH_STEPS = 512  # a measurement older than this is made again

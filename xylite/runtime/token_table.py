@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 
-from xylite.runtime.scheduler import Chunk, Plan
+from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import I32, SampleTable, StateReset, Step, TaskTable, TokenTable
 

@@ -1,0 +1,199 @@
+"""After an iteration: what it produced enters the sequences, or they end with its failure."""
+
+from xylite.errors import EngineError, XyliteError
+from xylite.runtime.plan import Chunk, Plan
+from xylite.runtime.queues import Counters, Queues
+from xylite.runtime.request import TokenEvent, TokenLogprob
+from xylite.runtime.sequence import Sequence
+from xylite.runtime.step import LogprobRows, StepResult
+
+Outcome = tuple[Sequence, TokenEvent]
+
+
+def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Outcome]:
+    """Enter what an iteration produced; the events for the clients, in chunk order."""
+    outcomes: list[Outcome] = []
+    for chunk, finite in zip(plan.chunks, result.finite.tolist(), strict=True):
+        chunk.seq.num_inflight -= 1
+        if not finite and chunk.epoch == chunk.seq.epoch:
+            outcomes += _fail_non_finite(queues, plan, chunk)
+    queues.blocks.commit(plan.number)
+    ids = result.ids.tolist()
+    accepted = result.accepted.tolist()
+    row = prompt_row = 0
+    for chunk in plan.chunks:
+        seq = chunk.seq
+        end = row + 1 + chunk.num_draft if chunk.samples else row
+        rows = [r for r in range(row, end) if accepted[r]]
+        row = end
+        if seq.epoch == chunk.epoch and seq.finish is None:
+            if result.prompt_logprobs is not None and chunk.num_prompt_rows:
+                _score_prompt(chunk, result.prompt_logprobs, prompt_row)
+            event = _advance(queues, chunk, [ids[r] for r in rows], rows, result.logprobs)
+            if event is not None:
+                outcomes.append((seq, event))
+        prompt_row += chunk.num_prompt_rows
+        if seq.finish is not None:
+            queues.leave(seq)
+    return outcomes
+
+
+def _advance(
+    queues: Queues, chunk: Chunk, drawn: list[int], rows: list[int], logprobs: LogprobRows | None
+) -> TokenEvent | None:
+    """Append drawn tokens up to the first that ends the sequence."""
+    seq = chunk.seq
+    request = seq.request
+    params = request.params
+    new: list[int] = []
+    stop_token: int | None = None
+    error: EngineError | None = None
+    for token in drawn:
+        new.append(token)
+        seq.tokens.append(token)
+        ends = token in request.end_tokens or token in params.stop_token_ids
+        if ends and seq.num_output > params.min_tokens:
+            seq.finish, stop_token = "stop", token
+            break
+        if seq.num_output >= request.max_tokens:
+            seq.finish = "length"
+            break
+    seq.num_computed = chunk.start + chunk.num - chunk.num_draft + max(len(new) - 1, 0)
+    seq.num_planned = max(seq.num_planned, seq.num_computed)
+    if seq.num_planned == seq.num_computed:
+        seq.num_pending = 0
+    if new:
+        _count_draft(queues.counters, chunk, min(len(drawn) - 1, len(new)))
+        if seq.constraint is not None and seq.finish is None:
+            error = _accepted(seq, new)
+    elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:
+        seq.finish = "length"
+    queues.blocks.publish(seq, seq.last_step)
+    if not new and seq.finish is None:
+        return None
+    first = seq.num_output == len(new)
+    return TokenEvent(
+        index=seq.index,
+        tokens=tuple(new),
+        logprobs=_logprobs(new, rows, logprobs, params.logprobs),
+        prompt_logprobs=(
+            tuple(seq.prompt_logprobs) if first and seq.wants_prompt_logprobs else None
+        ),
+        finish_reason=seq.finish,
+        stop_token=stop_token,
+        num_cached=max(seq.num_cached, 0),
+        error=error,
+    )
+
+
+def _count_draft(counters: Counters, chunk: Chunk, num_accepted: int) -> None:
+    if chunk.draft is None:
+        return
+    counters.spec_num_drafts += 1
+    counters.spec_num_draft_tokens += chunk.num_draft
+    counters.spec_num_accepted_tokens += num_accepted
+    per_pos = counters.spec_accepted_per_pos
+    per_pos += [0] * (num_accepted - len(per_pos))
+    for i in range(num_accepted):
+        per_pos[i] += 1
+
+
+def _score_prompt(chunk: Chunk, rows: LogprobRows, first_row: int) -> None:
+    """Add the log-probabilities of prompt tokens that are not known from an earlier run."""
+    seq = chunk.seq
+    top = seq.request.params.prompt_logprobs or 0
+    for i in range(chunk.num_prompt_rows):
+        position = chunk.start + i + 1
+        if position == len(seq.prompt_logprobs):
+            seq.prompt_logprobs.append(_one_logprob(rows, first_row + i, seq.tokens[position], top))
+
+
+def _fail_non_finite(queues: Queues, plan: Plan, chunk: Chunk) -> list[Outcome]:
+    """End a sequence whose numbers went bad, and let those start over who read its blocks.
+
+    One that has ended meanwhile is told nothing, but its blocks go the same way.
+
+    Its blocks return at once: whatever still runs writes to them before a later step clears
+    them.
+    """
+    seq = chunk.seq
+    has_ended = seq.finish is not None
+    queues.counters.corrupted += not has_ended
+    nodes = queues.blocks.filled_by(seq, plan.number, chunk.start)
+    if seq.last_step != plan.number:
+        nodes += queues.blocks.filled_by(seq, seq.last_step, chunk.start)
+    seq.finish = seq.finish or "error"
+    seq.poisoned = True
+    users = [s for s in queues.blocks.users_of(nodes, queues.running) if s is not seq]
+    for user in users:
+        if user.finish is None:
+            queues.requeue(user, poisoned=True)
+        else:
+            user.poisoned = True
+            queues.give_back(user)
+            queues.running.remove(user)
+    queues.give_back(seq)
+    queues.running.remove(seq)
+    queues.blocks.remove(nodes)
+    if has_ended:
+        return []
+    error = EngineError("the model produced numbers that are not finite", code="non_finite")
+    return [(seq, TokenEvent(index=seq.index, finish_reason="error", error=error))]
+
+
+def fail(
+    queues: Queues, plan: Plan, error: XyliteError, ahead: Plan | None = None
+) -> list[Outcome]:
+    """An iteration raised: its sequences end with `error`; the rest of `ahead`, which builds on
+    it and whose result is to be ignored, starts over."""
+    outcomes: list[Outcome] = []
+    plans = [plan] if ahead is None else [plan, ahead]
+    for chunk in plan.chunks:
+        seq = chunk.seq
+        if seq.epoch == chunk.epoch and seq.finish is None:
+            seq.finish = "error"
+            seq.poisoned = True
+            event = TokenEvent(index=seq.index, finish_reason="error", error=error)
+            outcomes.append((seq, event))
+    affected: dict[int, Sequence] = {}
+    for p in plans:
+        for chunk in p.chunks:
+            chunk.seq.num_inflight -= 1
+            if chunk.epoch == chunk.seq.epoch or chunk.seq.finish is not None:
+                affected[id(chunk.seq)] = chunk.seq
+        for user in queues.blocks.users_of(queues.blocks.pending_of(p.number), queues.running):
+            affected[id(user)] = user
+    for seq in affected.values():
+        if seq.finish is not None:
+            seq.poisoned = True
+            queues.leave(seq)
+        elif seq.row >= 0:
+            queues.requeue(seq, poisoned=True)
+    for p in reversed(plans):
+        queues.blocks.fail(p.number)
+    return outcomes
+
+
+def _accepted(seq: Sequence, new: list[int]) -> EngineError | None:
+    """Advance the sequence's constraint; a fault of it ends this sequence only."""
+    assert seq.constraint is not None
+    try:
+        seq.constraint.accept(new)
+    except Exception:  # noqa: BLE001 - a plug-in's fault is not the other requests' fault
+        seq.finish = "error"
+        return EngineError("the request's constraint failed", code="constraint_failed")
+    return None
+
+
+def _one_logprob(rows: LogprobRows, row: int, token: int, top: int) -> TokenLogprob:
+    alternatives = zip(rows.top_ids[row, :top].tolist(), rows.top[row, :top].tolist(), strict=True)
+    return TokenLogprob(token, float(rows.chosen[row]), tuple(alternatives))
+
+
+def _logprobs(
+    tokens: list[int], rows: list[int], logprobs: LogprobRows | None, top: int | None
+) -> tuple[TokenLogprob, ...] | None:
+    if top is None or logprobs is None:
+        return None
+    pairs = zip(tokens, rows, strict=False)  # rows go on where the sequence ended
+    return tuple(_one_logprob(logprobs, r, t, top) for t, r in pairs)

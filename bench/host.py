@@ -30,6 +30,7 @@ import numpy as np
 from aiohttp import web
 
 from xylite.checkpoint import open_checkpoint
+from xylite.cli import settle
 from xylite.config import EngineConfig, ServerConfig
 from xylite.http import make_app
 from xylite.runtime import task_table
@@ -186,6 +187,7 @@ async def streams(rounds: int) -> dict[str, Any]:
             port = runner.addresses[0][1]
             url = f"http://127.0.0.1:{port}/v1/completions"
             await step_seconds_alone(engine)
+            settle()  # as the server does
             alone: list[float] = []
             flowing: list[float] = []
             gaps: list[float] = []

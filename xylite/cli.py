@@ -6,6 +6,7 @@ Torch, aiohttp and the engine are imported by the command that needs them, so he
 
 import asyncio
 import contextlib
+import gc
 import difflib
 import json
 import logging
@@ -174,6 +175,13 @@ def serve(words: Sequence[str]) -> int:
     return code
 
 
+def settle() -> None:
+    """Take what lives as long as the process out of garbage collection: looking through the model,
+    torch and all modules again would stop every stream for a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     from xylite.http import Listener, server
     from xylite.text_engine import TextEngine
@@ -182,6 +190,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     await listener.bind()
     with contextlib.closing(listener):
         async with TextEngine(engine_config) as engine:
+            settle()
             stats = None
             if not config.disable_log_stats:
                 stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))

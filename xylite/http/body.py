@@ -94,6 +94,7 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
     """The request's body as `kind`."""
     service = request.app[SERVICE]
     check_media_type(request)
+    await service.arrivals.wait()
     body = await read_body(request)
 
     def note(name: str, why: str) -> None:

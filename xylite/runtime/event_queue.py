@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from xylite.errors import XyliteError
@@ -27,24 +28,36 @@ class Sink(Protocol):
 
 
 class EventQueue(Generic[E]):
-    """Events of one request in order, for one reader: ends after `num_open` last events."""
+    """Events of one request in order, for one reader: ends after `num_open` last events.
 
-    def __init__(self, num_open: int):
+    wake_by  is given what wakes the reader, and calls it when it is this reader's turn; None = at
+             once
+    """
+
+    def __init__(self, num_open: int, wake_by: Callable[[Callable[[], None]], None] | None = None):
         self._events: deque[E] = deque()
         self._ready = asyncio.Event()
         self._open = num_open
         self._error: XyliteError | None = None
+        self._wake_by = wake_by
 
     def add(self, event: E, *, is_last: bool) -> None:
         """Append an event; is_last: no more come of its sequence."""
         self._events.append(event)
         self._open -= is_last
-        self._ready.set()
+        if len(self._events) == 1:  # else the reader is awake, or will be woken
+            self._wake()
 
     def abandon(self, error: XyliteError) -> None:
         """No more events come; the reader gets the error after those that are there."""
         self._error = error
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_by is None:
+            self._ready.set()
+        else:
+            self._wake_by(self._ready.set)
 
     def __aiter__(self) -> "EventQueue[E]":
         return self

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from xylite.command_line import human_int, parse
+from xylite.command_line import human_bytes, human_int, parse
 from xylite.config import EngineConfig, ServerConfig, about, speculative
 from xylite.errors import ConfigError
 from xylite.flags import ALIASES, Command, help_text, markdown_table, settings
@@ -146,6 +146,51 @@ def test_numbers_take_units(text: str, number: int):
 def test_what_is_no_whole_number_is_refused(text: str):
     with pytest.raises(ValueError, match="whole number"):
         human_int(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("100MiB", 100 << 20),
+        ("100 MiB", 100 << 20),
+        (" 100mib ", 100 << 20),
+        ("100Mi", 100 << 20),
+        ("100mi", 100 << 20),
+        ("100M", 100 << 20),
+        ("100m", 100_000_000),
+        ("100MB", 100_000_000),
+        ("100 mb", 100_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("0.5 KiB", 512),
+        ("1TIB", 1 << 40),
+        ("-1kB", -1000),
+    ],
+)
+def test_bytes_take_units_in_full(text: str, number: int):
+    assert human_bytes(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "B", "MiB", "1 M iB", "1Mib/s", "1iB", "0.3B", "1.0001KB", "1PB", "0x10", "1e6"]
+)
+def test_what_is_no_number_of_bytes_is_refused(text: str):
+    with pytest.raises(ValueError, match="number"):
+        human_bytes(text)
+
+
+def test_every_setting_in_bytes_takes_them(tmp_path: Path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("kv-cache-memory-bytes: 2 GiB\n")
+    serve = Command("serve", "", (EngineConfig, ServerConfig))
+    words = ["--config", str(file), "--max-request-bytes", "1MB"]
+    engine, server = parse(serve, words, {}).structs
+    assert (engine.kv_cache_memory_bytes, server.max_request_bytes) == (2 << 30, 1_000_000)
+    with pytest.raises(ConfigError, match="--max-request-bytes: expected a number of bytes such"):
+        parse(serve, ["--max-request-bytes", "1Mbit"], {})
+    with pytest.raises(ConfigError, match="--max-num-seqs: expected a whole number such"):
+        parse(serve, ["--max-num-seqs", "1KiB"], {})
 
 
 def test_command_line_wins_over_environment_over_file_over_default(tmp_path: Path):

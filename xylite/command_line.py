@@ -247,7 +247,7 @@ def _read(setting: Setting, text: str) -> Any:
             raise ValueError("expected true or false")
         return words[text.lower()]
     if setting.kind == "int":
-        return human_int(text)
+        return human_bytes(text) if setting.name.endswith("_bytes") else human_int(text)
     if setting.kind == "float":
         try:
             number = float(text)
@@ -277,10 +277,24 @@ def human_int(text: str) -> int:
     if found is None:
         raise ValueError("expected a whole number such as 4096, 4k or 4Ki")
     whole, fraction, unit = found.groups()
-    factor = 1
-    if unit:
-        power = "kmgt".index(unit[0].lower()) + 1
-        factor = (1000 if unit[0].islower() else 1024) ** power
+    return _scaled(whole, fraction, unit, 1000 if unit and unit[0].islower() else 1024)
+
+
+def human_bytes(text: str) -> int:
+    """A number of bytes: as `human_int`, also with units in full, in upper or lower case and after
+    a space. KiB and Ki are 1024 bytes, KB is 1000; a letter alone is read as everywhere else, K is
+    1024 and k is 1000. ValueError if it is not a whole number."""
+    found = re.fullmatch(r"(-?\d[\d_]*)(\.\d+)?\s*(?:([kmgtKMGT])([iI])?)?([bB])?", text.strip())
+    if found is None:
+        raise ValueError("expected a number of bytes such as 4096, 100MiB or 1.5GB")
+    whole, fraction, unit, binary, byte = found.groups()
+    decimal = unit and not binary and (byte or unit.islower())
+    return _scaled(whole, fraction, unit, 1000 if decimal else 1024)
+
+
+def _scaled(whole: str, fraction: str | None, unit: str | None, base: int) -> int:
+    """whole.fraction times base^1 for k, base^2 for m, ...; ValueError if that has a fraction."""
+    factor = base ** ("kmgt".index(unit[0].lower()) + 1) if unit else 1
     number = int(whole) * factor
     if fraction:
         digits = int(fraction[1:]) * factor

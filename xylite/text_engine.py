@@ -1,193 +1,38 @@
 """TextEngine: an engine that takes messages or a prompt and gives text.
 
-Engine + tokenizer + chat template. Stop strings, detokenisation, log-probabilities and usage are
-cut here, alike for every caller; HTTP handlers, the `LLM` class and the CLI are thin users of it.
+Engine + tokenizer + chat template. HTTP handlers, the `LLM` class and the CLI are thin users of it.
 """
 
 import asyncio
-import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
-from xylite.errors import ConfigError, Overloaded, RequestError, XyliteError
-from xylite.runtime.engine import Engine, Ticket
-from xylite.runtime.event_queue import EventQueue
+from xylite.errors import ConfigError, Overloaded, RequestError
+from xylite.runtime.engine import Engine
 from xylite.runtime.request import (
-    FinishReason,
     Limits,
-    Request,
     SamplingParams,
-    TokenEvent,
-    TokenLogprob,
     check_params,
     make_request,
 )
 from xylite.runtime.stats import Observer
+from xylite.sampling_defaults import sampling_defaults
 from xylite.text.chat import encode_chat
-from xylite.text.detokenize import Detokenizer
-from xylite.text.stop import StopChecker, StopStrings, check_stops
+from xylite.text.stop import check_stops
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
+from xylite.text_stream import TextEvent, TextLogprob, TextStream
+
+__all__ = ["TextEngine", "TextEvent", "TextLogprob", "TextStream"]
 
 INLINE_CHARS: Final = 4096  # longer texts are encoded in a thread, so that the loop goes on
-
-# generation_config.json's names that SamplingParams knows, with the values that mean "off" there
-_DEFAULTS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TextLogprob:
-    """Log-probability of one delivered token, or of an alternative (then `top` is empty)."""
-
-    token: str
-    token_id: int
-    logprob: float
-    bytes: bytes
-    top: tuple["TextLogprob", ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextEvent:
-    """A piece of one sequence's text, or its end, or both.
-
-    index            which of the request's n sequences
-    text             new text; may be "" when tokens came that make no whole character yet, and
-                     on the last event
-    token_ids        tokens delivered with this event
-    logprobs         one per token of token_ids, if asked for
-    prompt_logprobs  on the first event of sequence 0, if asked for; the first entry is None
-    stop_reason      the stop string or stop token id that ended it; None for the model's own end
-    num_cached       prompt tokens whose KV was reused
-    num_output       tokens delivered so far in this sequence
-    error            set with finish_reason "error"
-    """
-
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TextLogprob, ...] | None = None
-    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    num_cached: int = 0
-    num_output: int = 0
-    error: XyliteError | None = None
-
-
-class _SequenceText:
-    """Text of one sequence: detokeniser, stop strings, and where it has got to."""
-
-    __slots__ = ("detokenizer", "num_output", "stops")
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stops: StopStrings,
-    ):
-        self.detokenizer = Detokenizer(
-            tokenizer,
-            prompt[-4:],
-            params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
-        self.stops = StopChecker(stops, params.include_stop_str_in_output)
-        self.num_output = 0
-
-
-class TextStream(EventQueue[TextEvent]):
-    """The answer to one accepted request: iterate it, or `aclose()` it to stop the work.
-
-    prompt_token_ids  what the model was given
-    request_id        the engine's id of the request
-    """
-
-    def __init__(self, engine: "TextEngine", request: Request):
-        super().__init__(request.params.n)
-        self.request_id = request.id
-        self.prompt_token_ids = request.prompt
-        self.ticket: Ticket | None = None
-        self._engine = engine
-        self._params = request.params
-        self._end_tokens = request.end_tokens
-        stops = StopStrings(request.params.stop)
-        self._texts = [
-            _SequenceText(engine.tokenizer, request.prompt, request.params, stops)
-            for _ in range(request.params.n)
-        ]
-
-    async def aclose(self) -> None:
-        """Stop the work and free what it held; does nothing if it has ended."""
-        if self.ticket is not None:
-            self.ticket.cancel()
-
-    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
-        """Cut a token event's text; called by the engine as tokens come."""
-        made = self._cut(event)
-        self.add(made, is_last=made.finish_reason is not None)
-        return len(made.token_ids), made.finish_reason
-
-    def _cut(self, event: TokenEvent) -> TextEvent:
-        """The text of a token event, up to the first stop string."""
-        text = self._texts[event.index]
-        pieces: list[str] = []
-        delivered = 0
-        matched: str | None = None
-        for token in event.tokens:
-            delivered += 1
-            text.num_output += 1
-            if token == event.stop_token and not self._shows_stop_token(token):
-                continue
-            armed = text.num_output > self._params.min_tokens
-            piece, matched = text.stops.add(text.detokenizer.add((token,)), armed=armed)
-            pieces.append(piece)
-            if matched is not None:
-                break
-        finish, stop_reason = event.finish_reason, None
-        if matched is not None:
-            finish, stop_reason = "stop", matched
-        elif finish is not None:
-            piece, matched = text.stops.add(text.detokenizer.finish())
-            pieces += (piece, "" if matched is not None else text.stops.flush())
-            if matched is not None and finish == "length":
-                finish, stop_reason = "stop", matched
-            elif event.stop_token is not None and event.stop_token not in self._end_tokens:
-                stop_reason = event.stop_token
-        return TextEvent(
-            index=event.index,
-            text="".join(pieces),
-            token_ids=event.tokens[:delivered],
-            logprobs=self._engine.text_logprobs(event.logprobs, delivered),
-            prompt_logprobs=self._engine.text_logprobs(event.prompt_logprobs),
-            finish_reason=finish,
-            stop_reason=stop_reason,
-            num_cached=event.num_cached,
-            num_output=text.num_output,
-            error=event.error,
-        )
-
-    def _shows_stop_token(self, token: int) -> bool:
-        """The ending token is part of the text: only one of the client's own, if asked for."""
-        return self._params.include_stop_str_in_output and token not in self._end_tokens
 
 
 class TextEngine:
@@ -302,7 +147,7 @@ class TextEngine:
                 where = config.chat_template or checkpoint.path
                 raise ConfigError(f"{where}: {e.message}", param="chat_template") from None
         self._end_tokens = self.tokenizer.end_tokens(checkpoint)
-        self.sampling_defaults = _sampling_defaults(config, checkpoint.generation_config)
+        self.sampling_defaults = sampling_defaults(config, checkpoint.generation_config)
         return checkpoint
 
     def _open_draft(self) -> Checkpoint | None:
@@ -358,23 +203,6 @@ class TextEngine:
     def token_text(self, token_id: int) -> str:
         """One token as text, as log-probabilities show it."""
         return self.tokenizer.token_text(token_id)
-
-    def text_logprobs(
-        self, entries: Sequence[TokenLogprob | None] | None, num: int | None = None
-    ) -> tuple[Any, ...] | None:
-        """The first `num` of the entries, with their tokens as text."""
-        if entries is None:
-            return None
-        tokenizer = self.tokenizer
-
-        def one(token: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
-            data = tokenizer.token_bytes(token)
-            return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top)
-
-        return tuple(
-            None if e is None else one(e.token, e.logprob, tuple(one(t, p) for t, p in e.top))
-            for e in entries[:num]
-        )
 
     async def render(
         self,
@@ -435,7 +263,7 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        stream = TextStream(self, request)
+        stream = TextStream(self.tokenizer, request)
         stream.ticket = engine.submit(request, stream)
         return stream
 
@@ -475,42 +303,3 @@ def _read_template(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"chat_template {path}: {e}", param="chat_template") from None
-
-
-def _sampling_defaults(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sampling defaults of the model's generation_config, or of the one given instead."""
-    found: Mapping[str, Any] = own
-    if config.generation_config == "vllm":
-        found = {}
-    elif config.generation_config != "auto":
-        path = os.path.join(config.generation_config, "generation_config.json")
-        found = _read_json_object(path)
-    merged = {**found, **config.override_generation_config}
-    unknown = sorted(set(config.override_generation_config) - set(_DEFAULTS) - {"max_new_tokens"})
-    if unknown:
-        raise ConfigError(
-            f"override_generation_config: {unknown[0]!r} is not a sampling default "
-            f"(known: {', '.join(_DEFAULTS)}, max_new_tokens)",
-            param="override_generation_config",
-        )
-    defaults = {k: merged[k] for k in _DEFAULTS if merged.get(k) is not None}
-    if found.get("do_sample") is False and "temperature" not in config.override_generation_config:
-        defaults.pop("temperature", None)
-    if merged.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = merged["max_new_tokens"]
-    for name, value in defaults.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"generation_config: {name} must be a number, got {value!r}")
-    if defaults:
-        _log.info("sampling defaults from the model's generation_config: %s", defaults)
-    return defaults
-
-
-def _read_json_object(path: str) -> Mapping[str, Any]:
-    import msgspec
-
-    try:
-        with open(path, "rb") as f:
-            return msgspec.json.decode(f.read(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"{path}: {e}", param="generation_config") from None

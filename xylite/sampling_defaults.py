@@ -1,0 +1,61 @@
+"""Sampling parameters that a model's generation_config sets where a request says nothing."""
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from xylite.config import EngineConfig
+from xylite.errors import ConfigError
+
+# generation_config.json's names that SamplingParams has too
+_DEFAULTS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+_log = logging.getLogger(__name__)
+
+
+def sampling_defaults(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sampling defaults of the model's generation_config, or of the one given instead."""
+    found: Mapping[str, Any] = own
+    if config.generation_config == "vllm":
+        found = {}
+    elif config.generation_config != "auto":
+        path = os.path.join(config.generation_config, "generation_config.json")
+        found = _read_json_object(path)
+    merged = {**found, **config.override_generation_config}
+    unknown = sorted(set(config.override_generation_config) - set(_DEFAULTS) - {"max_new_tokens"})
+    if unknown:
+        raise ConfigError(
+            f"override_generation_config: {unknown[0]!r} is not a sampling default "
+            f"(known: {', '.join(_DEFAULTS)}, max_new_tokens)",
+            param="override_generation_config",
+        )
+    defaults = {k: merged[k] for k in _DEFAULTS if merged.get(k) is not None}
+    if found.get("do_sample") is False and "temperature" not in config.override_generation_config:
+        defaults.pop("temperature", None)
+    if merged.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = merged["max_new_tokens"]
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"generation_config: {name} must be a number, got {value!r}")
+    if defaults:
+        _log.info("sampling defaults from the model's generation_config: %s", defaults)
+    return defaults
+
+
+def _read_json_object(path: str) -> Mapping[str, Any]:
+    try:
+        with open(path, "rb") as f:
+            return msgspec.json.decode(f.read(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(f"{path}: {e}", param="generation_config") from None

@@ -1,0 +1,176 @@
+"""The text of one answer, cut from its tokens as they come.
+
+Stop strings, detokenisation, log-probabilities and usage are cut here, alike for every caller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xylite.errors import XyliteError
+from xylite.runtime.engine import Ticket
+from xylite.runtime.event_queue import EventQueue
+from xylite.runtime.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+from xylite.text.detokenize import Detokenizer
+from xylite.text.stop import StopChecker, StopStrings
+from xylite.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """Log-probability of one delivered token, or of an alternative (then `top` is empty)."""
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: bytes
+    top: tuple["TextLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEvent:
+    """A piece of one sequence's text, or its end, or both.
+
+    index            which of the request's n sequences
+    text             new text; may be "" when tokens came that make no whole character yet, and
+                     on the last event
+    token_ids        tokens delivered with this event
+    logprobs         one per token of token_ids, if asked for
+    prompt_logprobs  on the first event of sequence 0, if asked for; the first entry is None
+    stop_reason      the stop string or stop token id that ended it; None for the model's own end
+    num_cached       prompt tokens whose KV was reused
+    num_output       tokens delivered so far in this sequence
+    error            set with finish_reason "error"
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] | None = None
+    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached: int = 0
+    num_output: int = 0
+    error: XyliteError | None = None
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None] | None, num: int | None = None
+) -> tuple[Any, ...] | None:
+    """The first `num` of the entries, with their tokens as text."""
+    if entries is None:
+        return None
+
+    def one(token: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        data = tokenizer.token_bytes(token)
+        return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top)
+
+    return tuple(
+        None if e is None else one(e.token, e.logprob, tuple(one(t, p) for t, p in e.top))
+        for e in entries[:num]
+    )
+
+
+class _SequenceText:
+    """Text of one sequence: detokeniser, stop strings, and where it has got to."""
+
+    __slots__ = ("detokenizer", "num_output", "stops")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stops: StopStrings,
+    ):
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            prompt[-4:],
+            params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        self.stops = StopChecker(stops, params.include_stop_str_in_output)
+        self.num_output = 0
+
+
+class TextStream(EventQueue[TextEvent]):
+    """The answer to one accepted request: iterate it, or `aclose()` it to stop the work.
+
+    prompt_token_ids  what the model was given
+    request_id        the engine's id of the request
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        super().__init__(request.params.n)
+        self.request_id = request.id
+        self.prompt_token_ids = request.prompt
+        self.ticket: Ticket | None = None
+        self._tokenizer = tokenizer
+        self._params = request.params
+        self._end_tokens = request.end_tokens
+        stops = StopStrings(request.params.stop)
+        self._texts = [
+            _SequenceText(tokenizer, request.prompt, request.params, stops)
+            for _ in range(request.params.n)
+        ]
+
+    async def aclose(self) -> None:
+        """Stop the work and free what it held; does nothing if it has ended."""
+        if self.ticket is not None:
+            self.ticket.cancel()
+
+    def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
+        """Cut a token event's text; called by the engine as tokens come."""
+        made = self._cut(event)
+        self.add(made, is_last=made.finish_reason is not None)
+        return len(made.token_ids), made.finish_reason
+
+    def _cut(self, event: TokenEvent) -> TextEvent:
+        """The text of a token event, up to the first stop string."""
+        text = self._texts[event.index]
+        pieces: list[str] = []
+        delivered = 0
+        matched: str | None = None
+        for token in event.tokens:
+            delivered += 1
+            text.num_output += 1
+            if token == event.stop_token and not self._shows_stop_token(token):
+                continue
+            armed = text.num_output > self._params.min_tokens
+            piece, matched = text.stops.add(text.detokenizer.add((token,)), armed=armed)
+            pieces.append(piece)
+            if matched is not None:
+                break
+        finish, stop_reason = event.finish_reason, None
+        if matched is not None:
+            finish, stop_reason = "stop", matched
+        elif finish is not None:
+            piece, matched = text.stops.add(text.detokenizer.finish())
+            pieces += (piece, "" if matched is not None else text.stops.flush())
+            if matched is not None and finish == "length":
+                finish, stop_reason = "stop", matched
+            elif event.stop_token is not None and event.stop_token not in self._end_tokens:
+                stop_reason = event.stop_token
+        return TextEvent(
+            index=event.index,
+            text="".join(pieces),
+            token_ids=event.tokens[:delivered],
+            logprobs=text_logprobs(self._tokenizer, event.logprobs, delivered),
+            prompt_logprobs=text_logprobs(self._tokenizer, event.prompt_logprobs),
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            num_cached=event.num_cached,
+            num_output=text.num_output,
+            error=event.error,
+        )
+
+    def _shows_stop_token(self, token: int) -> bool:
+        """The ending token is part of the text: only one of the client's own, if asked for."""
+        return self._params.include_stop_str_in_output and token not in self._end_tokens

@@ -180,7 +180,11 @@ def next_token(
 
 
 class SumConstraint:
-    """Allows a token t if (t + sum of the accepted tokens) is not a multiple of 3."""
+    """Allows a token t if (t + sum of the accepted tokens) is not a multiple of 3.
+
+    Like a grammar it walks over a draft with its own state, and has no state after a token that it
+    forbids.
+    """
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -191,18 +195,24 @@ class SumConstraint:
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     def fill(self, draft: Draft | None, out: np.ndarray) -> None:
-        total = sum(self.accepted)
-        out[0] = self._allowed(total)
-        if draft is None:
-            return
-        totals: list[int] = []
-        for i, token in enumerate(draft.tokens):
+        out[0] = self._allowed(sum(self.accepted))
+        paths: list[list[int] | None] = []
+        for i, token in enumerate(draft.tokens if draft is not None else ()):
             up = i - 1 if draft.parents is None else draft.parents[i]
-            totals.append((totals[up] if up >= 0 else total) + token)
-            out[1 + i] = self._allowed(totals[-1])
+            path = paths[up] if up >= 0 else []
+            if path is None or (sum(self.accepted) + sum(path) + token) % 3 == 0:
+                paths.append(None)
+                out[1 + i] = 0
+                continue
+            paths.append([*path, token])
+            self.accept(paths[-1])
+            out[1 + i] = self._allowed(sum(self.accepted))
+            self.rollback(len(paths[-1]))
 
     def accept(self, ids: Sequence[int]) -> None:
-        self.accepted += ids
+        for token in ids:
+            assert (sum(self.accepted) + token) % 3, f"{token} is forbidden after {self.accepted}"
+            self.accepted.append(token)
 
     def rollback(self, n: int) -> None:
         del self.accepted[len(self.accepted) - n :]

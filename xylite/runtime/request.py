@@ -80,14 +80,19 @@ class Constraint(Protocol):
     def fill(self, draft: Draft | None, out: np.ndarray) -> None:
         """Write the allowed tokens for the next position and after each draft token.
 
-        out is [1 + len(draft), ceil(V / 32)] int32, bit t of word t // 32 = token t allowed.
-        Row 0 belongs to the next position, row 1 + i to the position after draft token i.
-        The state afterwards is what it was before.
+        out is [1 + len(draft), ceil(V / 32)] int32, bit t % 32 of word t // 32 = token t allowed;
+        it comes with every bit set. Row 0 belongs to the next position and allows something, row
+        1 + i belongs to the position after draft token i. The state afterwards is what it was
+        before.
+
+        Drafters do not know the rule. A draft token that it forbids ends its branch and is no
+        error: what the rows of that token and of those below it say does not matter, since a token
+        that the row before it forbids is never drawn, and so never accepted.
         """
         ...
 
     def accept(self, ids: Sequence[int]) -> None:
-        """Advance over tokens that now belong to the sequence."""
+        """Advance over tokens that now belong to the sequence; each was allowed at its place."""
         ...
 
     def rollback(self, n: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Ids
 import numpy as np
 
 from xylite.runtime.plan import Chunk, Plan
+from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import I32, SampleTable, StateReset, Step, TaskTable, TokenTable
 
@@ -316,7 +317,7 @@ def fill_masks(plan: Plan, out: np.ndarray) -> list[Sequence]:
     """Write the masks of a plan's rows, [num_mask_rows, ceil(V / 32)] int32, in row order.
 
     Only once every earlier step is committed: constraints follow accepted tokens. Gives the
-    sequences whose constraint failed; their rows allow everything.
+    sequences whose constraint failed or leaves nothing to choose from; their rows allow everything.
     """
     out[:] = -1
     row = 0
@@ -340,7 +341,25 @@ def fill_masks(plan: Plan, out: np.ndarray) -> list[Sequence]:
             if seq.allowed_bits is None:
                 seq.allowed_bits = bits(allowed, out.shape[1])
             rows &= seq.allowed_bits
+        if c.draft is not None:
+            _open_dead_rows(c.draft, rows)
+        if not rows[0].any():
+            rows[:] = -1
+            failed.append(seq)
     return failed
+
+
+def _open_dead_rows(draft: Draft, rows: np.ndarray) -> None:
+    """Let the rows of draft tokens that are forbidden, and of those below them, allow everything.
+
+    Nothing leads to such a row: the row before it never draws the token. So a constraint need not
+    say what may follow a token that it forbids, and each row has something to draw.
+    """
+    dead = [False] * len(rows)
+    for i, token in enumerate(draft.tokens):
+        up = i if draft.parents is None else 1 + draft.parents[i]
+        dead[1 + i] = dead[up] or not (int(rows[up, token // 32]) >> (token % 32)) & 1
+    rows[dead] = -1
 
 
 def bits(ids: Ids[int], words: int) -> I32:

@@ -310,6 +310,23 @@ def test_draft_never_passes_the_length_limit():
     assert driver.tokens("a") == expected_tokens(request)
 
 
+def test_a_draft_that_comes_while_a_token_is_on_its_way_is_dropped():
+    driver = Driver(max_draft=4)
+    request = ask(driver, "a", [1, 2], 8)
+    truth = expected_tokens(request)
+    first, made = driver.plan()
+    (seq,) = driver.scheduler.running
+    seq.draft = Draft(tuple(truth[:4]))  # follows the prompt, whose next token is being drawn
+    second, following = driver.plan(ahead=True)
+    assert chunks(second) == [("a", 2, 1)] and not second.has_drafts
+    for plan, tables in ((first, made), (second, following)):
+        for _, event in driver.scheduler.commit(plan, driver.executor.run(tables)):
+            driver.events["a", 0].append(event)
+        driver.check()
+    driver.run()
+    assert driver.tokens("a") == truth
+
+
 def test_zero_tokens_score_the_prompt_and_end():
     driver = Driver(budget=4, block_size=4)
     ask(driver, "a", [1, 2, 3, 4, 5, 6], 0, prompt_logprobs=0)

@@ -27,6 +27,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
 from aiohttp import web
 
 from xylite.checkpoint import open_checkpoint
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "plan_64_ms": few * 1e3,
         "plan_256_ms": many * 1e3,
         "plan_ratio": many / few,
-        **asyncio.run(streams(args.rounds)),
+        **uvloop.run(streams(args.rounds)),
     }
     for name, value in numbers.items():
         print(f"{name:<20} {value:.3f}" if isinstance(value, float) else f"{name:<20} {value}")

@@ -17,6 +17,7 @@ from xylite.runtime.request import (
     TokenEvent,
     TokenLogprob,
 )
+from xylite.runtime.turnstile import Turnstile
 from xylite.text.detokenize import Detokenizer
 from xylite.text.stop import StopChecker, StopStrings
 from xylite.text.tokenizer import Tokenizer
@@ -107,8 +108,8 @@ class TextStream(EventQueue[TextEvent]):
     request_id        the engine's id of the request
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
-        super().__init__(request.params.n)
+    def __init__(self, tokenizer: Tokenizer, request: Request, deliveries: Turnstile):
+        super().__init__(request.params.n, deliveries.call)
         self.request_id = request.id
         self.prompt_token_ids = request.prompt
         self.ticket: Ticket | None = None

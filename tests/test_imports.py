@@ -99,7 +99,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "runtime.drafters.draft_model": (*LEAVES, *HOST, "runtime", "checkpoint", "models", "ops"),
     "models": (*LEAVES, "checkpoint", "tensor_files", "ops"),
     # runtime.step only says how the tables that kernels read are laid out.
-    "ops": (*LEAVES, "kernels_triton", "kernels_cpu", "runtime.step"),
+    "ops": (*LEAVES, "host_memory", "kernels_triton", "kernels_cpu", "runtime.step"),
     "kernels_triton": ("errors", "config", "tree", "runtime.step"),
     "kernels_cpu": ("errors", "config", "tree"),
     "checkpoint": ("errors", "config", "tensor_files"),
@@ -107,6 +107,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "plugins": ("errors",),
     "config": ("errors",),
     "errors": (),
+    "host_memory": (),
     "tree": (),
     # The host half plans with numbers only.
     **dict.fromkeys(HOST, ("errors", *HOST)),
@@ -119,6 +120,7 @@ TORCH_FREE = (
     "__main__",
     "errors",
     "config",
+    "host_memory",
     "plugins",
     "flags",
     "command_line",

@@ -1,7 +1,6 @@
 """The reference table against formulas written out another way."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -251,24 +250,6 @@ def test_the_table_is_found_by_name_and_has_one_index():
     assert ops.load("reference").name == "reference"
     with pytest.raises(ConfigError, match="only index 0"):
         ops.load("reference:1")
-
-
-def test_memory_is_bounded_by_the_machine():
-    free, total = reference.host_memory()
-    assert 0 < free <= total
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_memory_limits_of_control_groups_are_read(version, tmp_path: Path):
-    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}
-    limit, used, prefix = names[version]
-    (tmp_path / f"memory.{limit}").write_text("1000\n")
-    (tmp_path / f"memory.{used}").write_text("700\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\n{prefix}inactive_file 200\nfile 400\n")
-    assert reference._group_memory(tmp_path) == (500, 1000)
-    (tmp_path / f"memory.{limit}").write_text("max\n")
-    assert reference._group_memory(tmp_path) is None
-    assert reference._group_memory(tmp_path / "absent") is None
 
 
 def test_random_schedules_cover_each_token_once_and_in_order():

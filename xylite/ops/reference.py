@@ -9,9 +9,7 @@ piece by piece. Rules that hold for all functions here:
 - T = 0, S = 0 and R = 0 are ordinary.
 """
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn import functional as F
 
 from xylite import config, tree
 from xylite.errors import ConfigError
+from xylite.host_memory import host_memory
 from xylite.ops import (
     Activation,
     AttentionKind,
@@ -400,62 +399,6 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 # The device
-
-
-def _memory_groups() -> list[Path]:
-    """Folders of the memory control groups this process is in, innermost first."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root = Path("/sys/fs/cgroup")
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-        else:
-            continue
-        # In a container the path is often one of the host, and the root is our own group.
-        place = root / group.lstrip("/")
-        found += [p for p in (place, *place.parents) if p == root or root in p.parents]
-    return found
-
-
-def _group_memory(group: Path) -> tuple[int, int] | None:
-    """(free, limit) bytes of one control group, version 2 or 1; None if it has no limit."""
-    for limit_file, used_file, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit = int((group / limit_file).read_text())
-            used = int((group / used_file).read_text())
-            stat = (group / "memory.stat").read_text()
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        # Pages of files that were read are given back before anything fails.
-        reclaimable = sum(int(v) for k, v in map(str.split, stat.splitlines()) if k == cache)
-        return max(0, limit - used + reclaimable), limit
-    return None
-
-
-def host_memory() -> tuple[int, int]:
-    """(free, total) bytes that this process may use: the machine's, within its control groups."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = total
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known = {k: int(v.split()[0]) * 1024 for k, v in (line.split(":") for line in lines)}
-        free = known.get("MemAvailable", total)
-    except (OSError, ValueError):  # not Linux
-        pass
-    for group in _memory_groups():
-        limits = _group_memory(group)
-        if limits is not None:
-            free, total = min(free, limits[0]), min(total, limits[1])
-    return free, total
 
 
 TABLE: Final = Ops(

@@ -14,6 +14,7 @@ if "xylite.kernels_triton.smooth_gemm" not in sys.modules:
 import torch
 
 from xylite.kernels_triton import smooth_gemm, tiles
+from xylite.kernels_triton.device import Services
 from xylite.ops import Ops, cuda, npu
 
 assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
@@ -28,20 +29,24 @@ def stand_in(
     num_cores: int = 3,
     tuned: Iterable[tiles.Tiles] = (),
     capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    chip: str = tiles.INTERPRETER,
 ) -> Ops:
     """The table of a device of this kind, small enough for tests: 16 tokens per block.
 
+    chip     whose tiles the kernels have
     capture  None = no graphs; `lambda run: run` is a graph whose replay runs the pass again;
              there are recordings for up to 4 and up to 24 tokens
     """
-    services = {
-        "memory": lambda: (GIB, 2 * GIB),
-        "synchronize": lambda: None,
-        "capture": capture,
-        "buckets": (4, 24),
-        "tuned": tuned,
-    }
-    cpu, chip, arch = torch.device("cpu"), tiles.INTERPRETER, "stand-in"
-    if kind == "cuda":
-        return cuda.assemble(cpu, chip, arch, cores=num_cores, **services)
-    return npu.assemble(cpu, chip, arch, cores=num_cores, vector_cores=2 * num_cores, **services)
+    services = Services(
+        device=torch.device("cpu"),
+        chip=chip,
+        arch="stand-in",
+        cores=num_cores,
+        vector_cores=num_cores if kind == "cuda" else 2 * num_cores,
+        memory=lambda: (GIB, 2 * GIB),
+        synchronize=lambda: None,
+        capture=capture,
+        buckets=(4, 24),
+        tuned=tuned,
+    )
+    return cuda.assemble(services) if kind == "cuda" else npu.assemble(services)

@@ -3,7 +3,7 @@
 import pytest
 
 from xylite.errors import ConfigError
-from xylite.kernels_triton.attention_tiles import HEAD_SIZES, attention_tiles, block_size, chips
+from xylite.kernels_triton.attention_tiles import HEAD_SIZES, attention_tiles, block_sizes, chips
 
 
 @pytest.mark.parametrize("chip", chips())
@@ -15,7 +15,7 @@ def test_every_head_size_and_kind_has_tiles_on_every_chip(chip, head_size):
             assert tiles.tile_q[0] == 16 and len(tiles.options) == len(tiles.tile_q) <= 2
             assert sum(tiles.columns) == head_size
             assert all(n & (n - 1) == 0 for n in (*tiles.tile_q, *tiles.columns))
-            assert tiles.tile_kv == (block_size(chip) or 128)
+            assert tiles.tile_kv == block_sizes(chip)[0]
 
 
 def test_head_sizes_without_a_kernel_are_refused_with_those_that_have_one():
@@ -27,7 +27,7 @@ def test_other_block_sizes_than_the_tiles_are_refused_by_name_and_value():
     with pytest.raises(ConfigError, match="blocks of 128 tokens, block_size is 64") as e:
         attention_tiles("910b-1.2.0", 128, size=64)
     assert e.value.param == "block_size"
-    with pytest.raises(ConfigError, match="a power of two from 16 tokens, block_size is 48"):
+    with pytest.raises(ConfigError, match="16 or 32 or 64 or 128 or 256 tokens, block_size is 48"):
         attention_tiles("interpreter", 128, size=48)
 
 

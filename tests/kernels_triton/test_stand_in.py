@@ -14,6 +14,7 @@ from tests.runtime.driver import Driver
 from xylite import ops
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
+from xylite.errors import ConfigError
 from xylite.kernels_triton.tiles import FLOAT, INTERPRETER, Tiles
 from xylite.ops import Ops, reference
 from xylite.runtime import build
@@ -102,6 +103,30 @@ def test_draft_trees_are_verified_by_the_kernels(kind, checkpoint, expected, mon
     # Fewer iterations than tokens: drafts were accepted.
     assert any(step.compact for step in made.steps)
     assert made.scheduler.counters.spec_num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "chip, fits, asked",
+    [("sm_90", "64", 128), ("910b-1.2.0", "128", 64), (INTERPRETER, "16 or 32 or 64", 48)],
+)
+def test_a_block_size_that_is_no_attention_tile_is_refused_with_those_that_are(
+    chip, fits, asked, checkpoint, monkeypatch
+):
+    table = stand_in("cuda", chip=chip)
+    monkeypatch.setattr(ops, "load", lambda device: table)
+    config = EngineConfig(model=str(checkpoint), **{**SETTINGS, "block_size": asked})
+    with pytest.raises(ConfigError, match=f"block_size must be {fits}.* on cuda, got {asked}") as e:
+        build.build(config, open_checkpoint(str(checkpoint)), CONFIG["vocab_size"])
+    assert e.value.param == "block_size"
+
+
+@pytest.mark.parametrize("chip, size", [("sm_80", 64), ("910b-1.0.0", 128), (INTERPRETER, 16)])
+def test_the_block_size_is_the_devices_unless_it_is_given(chip, size, checkpoint, monkeypatch):
+    table = stand_in("npu", chip=chip)
+    monkeypatch.setattr(ops, "load", lambda device: table)
+    config = EngineConfig(model=str(checkpoint), **{**SETTINGS, "block_size": None})
+    parts = build.build(config, open_checkpoint(str(checkpoint)), CONFIG["vocab_size"])
+    assert parts.config.block_size == size == parts.scheduler.blocks.block_size
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])

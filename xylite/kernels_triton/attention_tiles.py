@@ -44,7 +44,7 @@ _LARGE: Final[Mapping[str, Mapping[int, tuple[int, int, int, int]]]] = {
     },
     "interpreter": dict.fromkeys(HEAD_SIZES, (32, 32, 32, 32)),
 }
-_BLOCK_SIZE: Final = {"910b": 128, "sm": 64}
+_BLOCK_SIZES: Final = {"910b": (128,), "sm": (64,), "interpreter": (16, 32, 64, 128, 256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,10 @@ def chips() -> tuple[str, ...]:
     return tuple(_LARGE)
 
 
-def block_size(chip: str) -> int | None:
-    """The only size of KV blocks that attention has tiles for on this chip; None: any."""
-    return _BLOCK_SIZE.get(chip.split("-")[0].split("_")[0])
+def block_sizes(chip: str) -> tuple[int, ...]:
+    """The sizes of KV blocks, in tokens, that attention has tiles for on this chip; the first is
+    what suits it."""
+    return _BLOCK_SIZES[chip.split("-")[0].split("_")[0]]
 
 
 def _options(chip: str, tile_q: int) -> Mapping[str, int]:
@@ -103,18 +104,18 @@ def attention_tiles(
     """The tiles of one attention kind; ConfigError naming what there is, if there are none.
 
     int8  keys and values are int8 with scales
-    size  tokens of a KV block; None = what the chip wants (128 in the interpreter)
+    size  tokens of a KV block; None = what suits the chip
     """
     if chip not in _LARGE:
         raise ConfigError(f"attention has no tiles for chip {chip!r}; it has {', '.join(_LARGE)}")
     if head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         raise ConfigError(f"attention has no kernel for head size {head_size}; it has {sizes}")
-    wanted = block_size(chip)
-    size = size or wanted or 128
-    if size != (wanted or size) or size < 16 or size & (size - 1):
+    sizes = block_sizes(chip)
+    size = size or sizes[0]
+    if size not in sizes:
         raise ConfigError(
-            f"attention on {chip} reads KV blocks of {wanted or 'a power of two from 16'} tokens, "
+            f"attention on {chip} reads KV blocks of {' or '.join(map(str, sizes))} tokens, "
             f"block_size is {size}",
             param="block_size",
         )

@@ -193,6 +193,7 @@ class Device:
     num_cores     what runs tasks side by side: threads, SMs, AI cores
     block_size    tokens per KV block that suit the kernels
     block_multiple block sizes must be a multiple of this
+    block_sizes   the only ones the kernels can serve, one tile being one block; () = any multiple
     tile_classes  query tile sizes of the attention kernels, smallest first; () = the table's
                   attention needs no task table
     memory        () -> (free, total) bytes
@@ -210,6 +211,7 @@ class Device:
     tile_classes: tuple[int, ...]
     memory: Callable[[], tuple[int, int]]
     synchronize: Callable[[], None]
+    block_sizes: tuple[int, ...] = ()
     classes_of: Callable[[int, AttentionKind], tuple[int, ...]] | None = None
 
 

@@ -2,15 +2,15 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from xylite.errors import ConfigError
-from xylite.kernels_triton import attention_tiles, tiles
+from xylite.kernels_triton import tiles
+from xylite.kernels_triton.device import Services, clash, device_fields, functions, version
 from xylite.ops import Device, Ops, reference
 
 log = logging.getLogger(__name__)
@@ -43,13 +43,6 @@ def sets_that_fit() -> str:
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _base(version: str) -> str:
     """2.9.0 of 2.9.0+cpu and of 2.9.0.post9."""
     return ".".join(version.split("+")[0].split(".")[:3])
@@ -57,15 +50,13 @@ def _base(version: str) -> str:
 
 def missing() -> str | None:
     """What is wrong with the installed packages; None = nothing."""
-    torch_npu, triton_ascend = _version("torch-npu"), _version("triton-ascend")
+    torch_npu, triton_ascend = version("torch-npu"), version("triton-ascend")
     for name, found in (("torch-npu", torch_npu), ("triton-ascend", triton_ascend)):
         if found is None:
             return f"the package {name} is not installed; {sets_that_fit()}"
-    if _version("triton") is not None:
-        return (
-            "triton and triton-ascend are both installed, and they overwrite each other's files: "
-            "uninstall both, then install triton-ascend again"
-        )
+    reason = clash("triton-ascend")
+    if reason is not None:
+        return reason
     if _base(str(torch_npu)) != _base(torch.__version__):
         return (
             f"torch-npu {torch_npu} needs torch {_base(str(torch_npu))}, here is "
@@ -127,20 +118,22 @@ def table(index: int) -> Ops:
     properties = torch_npu.npu.get_device_properties(index)
     row = fitting(torch_npu.npu.utils.get_cann_version("CANN"))
     for name, wanted in (("torch-npu", row.torch_npu), ("triton-ascend", row.triton_ascend)):
-        found = _version(name)
+        found = version(name)
         if found is None or _base(found) != wanted:
             log.warning("%s is %s, CANN %s goes with %s", name, found, row.cann, wanted)
     chip, name = f"910b-{row.generation}", torch_npu.npu.get_device_name(index)
     return assemble(
-        torch.device("npu", index),
-        chip,
-        f"{name} (CANN {row.cann})",
-        cores=properties.cube_core_num,
-        vector_cores=properties.vector_core_num,
-        memory=lambda: torch_npu.npu.mem_get_info(index),
-        synchronize=lambda: torch_npu.npu.synchronize(index),
-        capture=partial(_capture, torch_npu, torch_npu.npu.graph_pool_handle()),
-        tuned=tiles.tuned(chip, name, f"CANN {row.cann}"),
+        Services(
+            device=torch.device("npu", index),
+            chip=chip,
+            arch=f"{name} (CANN {row.cann})",
+            cores=properties.cube_core_num,
+            vector_cores=properties.vector_core_num,
+            memory=lambda: torch_npu.npu.mem_get_info(index),
+            synchronize=lambda: torch_npu.npu.synchronize(index),
+            capture=partial(_capture, torch_npu, torch_npu.npu.graph_pool_handle()),
+            tuned=tiles.tuned(chip, name, f"CANN {row.cann}"),
+        )
     )
 
 
@@ -160,66 +153,12 @@ def _capture(torch_npu: Any, pool: Any, run: Callable[[], None]) -> Callable[[],
     return graph.replay
 
 
-def assemble(
-    device: torch.device,
-    chip: str,
-    arch: str,
-    *,
-    cores: int,
-    vector_cores: int,
-    memory: Callable[[], tuple[int, int]],
-    synchronize: Callable[[], None],
-    capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
-    buckets: Sequence[int] = (),
-    tuned: Iterable[tiles.Tiles] = (),
-    invariant: bool = False,
-) -> Ops:
-    """The table for kernels on `device`, with tiles of `chip`; services as in `ops.Device`.
-
-    capture  records a forward pass, see `graphs.Graphs`; None: every pass is launched
-    buckets  largest numbers of tokens of the recordings; () = those of graphs.py
-    tuned    measured tiles, which win over the built-in ones
-    invariant  see `ops.Ops.invariant`
-    """
-    from xylite.kernels_triton import graphs, launch
-    from xylite.kernels_triton import table as kernel_table
-
-    count = launch.Counts(device)
-    target = launch.Target(cores, vector_cores, tiles.for_chip(chip, tuned, invariant), count)
-    size = attention_tiles.block_size(chip)
-    again = partial(
-        assemble,
-        device,
-        chip,
-        arch,
-        cores=cores,
-        vector_cores=vector_cores,
-        memory=memory,
-        synchronize=synchronize,
-        capture=capture,
-        buckets=buckets,
-        tuned=tuned,
-        invariant=True,
-    )
+def assemble(services: Services, invariant: bool = False) -> Ops:
+    """The table for kernels on a device with these services; invariant as `ops.Ops` has it."""
     return dataclasses.replace(
         reference.TABLE,
         name="npu",
-        device=Device(
-            kind="npu",
-            torch_device=device,
-            arch=arch,
-            num_cores=cores,
-            block_size=size or 16,
-            block_multiple=size or 16,
-            tile_classes=attention_tiles.attention_tiles(chip, 128).tile_q,
-            memory=memory,
-            synchronize=synchronize,
-            classes_of=lambda head_size, kind: (
-                attention_tiles.attention_tiles(
-                    chip, head_size, window=kind.window, cap=kind.cap
-                ).tile_q
-            ),
-        ),
-        invariant=None if invariant else again,
-        **kernel_table.functions(target, capture, buckets or graphs.BUCKETS),
+        device=Device(kind="npu", **device_fields(services)),
+        invariant=None if invariant else partial(assemble, services, invariant=True),
+        **functions(services, invariant),
     )

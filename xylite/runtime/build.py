@@ -224,10 +224,11 @@ def _quantising(table: Ops, name: str | None) -> Ops:
 
 def _block_size(config: EngineConfig, table: Ops) -> int:
     size = config.block_size or table.device.block_size
-    multiple = table.device.block_multiple
-    if size % multiple:
+    multiple, sizes = table.device.block_multiple, table.device.block_sizes
+    if size % multiple or (sizes and size not in sizes):
+        fitting = " or ".join(map(str, sizes)) if sizes else f"a multiple of {multiple}"
         raise ConfigError(
-            f"block_size must be a multiple of {multiple} on {table.name}, got {size}",
+            f"block_size must be {fitting} on {table.name}, got {size}",
             param="block_size",
         )
     return size

@@ -136,6 +136,18 @@ def table(
             if p == 50:
                 continue  # the median
             row(f"P{p:g} {short} (ms):", result[f"p{p:g}_{name}_ms"])
+    if "spec_decode_num_drafts" in result:
+        lines.append("Speculative Decoding".center(WIDTH, "-"))
+        row("Acceptance rate (%):", result["spec_decode_acceptance_rate"])
+        row("Acceptance length:", result["spec_decode_acceptance_length"])
+        row("Drafts:", result["spec_decode_num_drafts"])
+        row("Draft tokens:", result["spec_decode_draft_tokens"])
+        row("Accepted tokens:", result["spec_decode_accepted_tokens"])
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        if rates:
+            lines.append("Per-position acceptance (%):")
+        for i, rate in enumerate(rates):
+            row(f"  Position {i}:", rate * 100)
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 from tqdm import tqdm
 
+from xylite.bench import drafts
 from xylite.bench.client import ENDPOINTS, Outcome, Target, send
 from xylite.bench.data import (
     Item,
@@ -167,9 +168,11 @@ async def run(config: BenchConfig) -> int:
         )
         for item in items[: config.num_warmups]:
             await send(session, target, item)
+        before = await drafts.fetch(session, base, headers)
         started = time.perf_counter()
         outcomes = await _send_all(session, target, items, times, config.max_concurrency)
         duration = time.perf_counter() - started
+        after = before and await drafts.fetch(session, base, headers)
     result = _settings(config, target.model, len(items)) | measure(
         outcomes,
         duration,
@@ -177,6 +180,7 @@ async def run(config: BenchConfig) -> int:
         percentiles=config.metric_percentiles,
         goodput=limits,
     )
+    result |= drafts.figures(before, after)
     print(table(result, metrics=config.percentile_metrics, percentiles=config.metric_percentiles))
     failures = errors(outcomes)
     if failures:

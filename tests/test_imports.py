@@ -72,7 +72,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "runtime.event_queue",
         "runtime.request",
     ),
-    "sampling_defaults": ("errors", "config"),
+    "sampling_defaults": ("errors", "config", "runtime.request"),
     "text": ("errors", "config", "plugins", "checkpoint", "tensor_files", "runtime.request"),
     "runtime.build": (
         *LEAVES,

@@ -45,7 +45,10 @@ class CompleteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chat: Annotated[
         bool, about("Send the prompt as a user's message, in the chat template.", "completion")
     ] = False
-    max_tokens: Annotated[int, about("Most tokens to generate.", "completion", ge=1)] = 256
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        about("Most tokens to generate; auto is 256 at most, as many as fit.", "completion"),
+    ] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         about("Randomness; 0 = always the most likely.", "completion"),
@@ -309,14 +312,15 @@ async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
     from xylite.text_engine import TextEngine
 
     assert config.prompt is not None
-    asked = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    names = ("max_tokens", "temperature", "top_p", "top_k")
+    asked = {name: getattr(config, name) for name in names}
     given = {name: value for name, value in asked.items() if value is not None}
     async with TextEngine(engine_config) as engine:
         params = SamplingParams(
             **{
+                "default_max_tokens": 256,
                 **engine.sampling_defaults,
                 **given,
-                "max_tokens": config.max_tokens,
                 "stop": () if config.stop is None else (config.stop,),
             }
         )

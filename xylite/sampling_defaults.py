@@ -8,7 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from xylite.config import EngineConfig
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, RequestError
+from xylite.runtime.request import MAX_INT, Limits, SamplingParams, check_params
 
 # generation_config.json's names that SamplingParams has too
 _DEFAULTS: Final = (
@@ -20,6 +21,8 @@ _DEFAULTS: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
+_WHOLE: Final = ("top_k", "default_max_tokens")
+_NO_LIMITS: Final = Limits(vocab_size=MAX_INT, max_model_len=MAX_INT, max_kv_tokens=MAX_INT)
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +47,28 @@ def sampling_defaults(config: EngineConfig, own: Mapping[str, Any]) -> Mapping[s
     if found.get("do_sample") is False and "temperature" not in config.override_generation_config:
         defaults.pop("temperature", None)
     if merged.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = merged["max_new_tokens"]
-    for name, value in defaults.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"generation_config: {name} must be a number, got {value!r}")
+        defaults["default_max_tokens"] = merged["max_new_tokens"]
+    _check(defaults)
     if defaults:
         _log.info("sampling defaults from the model's generation_config: %s", defaults)
     return defaults
+
+
+def _check(defaults: Mapping[str, Any]) -> None:
+    """ConfigError if a request that sets nothing would be refused, whoever is to blame."""
+    for name, value in defaults.items():
+        shown = "max_new_tokens" if name == "default_max_tokens" else name
+        kind, said = (int, "a whole number") if name in _WHOLE else (int | float, "a number")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ConfigError(f"generation_config: {shown} must be {said}, got {value!r}")
+    try:
+        check_params(SamplingParams(**defaults), _NO_LIMITS)
+    except RequestError as e:
+        message = e.message.replace("default_max_tokens", "max_new_tokens")
+        raise ConfigError(
+            f"generation_config: {message}; override_generation_config can replace it",
+            param="override_generation_config",
+        ) from None
 
 
 def _read_json_object(path: str) -> Mapping[str, Any]:

@@ -13,8 +13,9 @@ from tests.end_to_end.conftest import Client, served
 from tests.end_to_end.smollm2 import ALPHA, ALPHA_TEXT, CHAT, NUM, NUM_TEXT
 from tests.end_to_end.variants import tiny, variant
 from xylite.config import EngineConfig, ServerConfig
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, RequestError
 from xylite.http import make_app
+from xylite.runtime.request import SamplingParams
 from xylite.text_engine import TextEngine
 
 pytestmark = pytest.mark.model
@@ -91,6 +92,41 @@ async def test_context_that_the_kv_cache_cannot_hold_stops_the_start(serving):
         # One sequence fits, two at once do not: the second waits for the first.
         both = await client.complete([[5] * 150, [6] * 150], 50, ignore_eos=True)
         assert both["usage"]["total_tokens"] == 400
+
+
+@pytest.mark.parametrize("own", [{}, {"max_new_tokens": 30}], ids=["plain", "generation_config"])
+async def test_only_a_length_that_the_request_names_is_refused(serving, own):
+    given = own.get("max_new_tokens")
+    async with serving(max_model_len=200, override_generation_config=own) as client:
+        completion = {"prompt": [5] * 195, "ignore_eos": True}
+        # "hello" is a token and 30 are the template's.
+        chat = {"messages": [{"role": "user", "content": "hello " * 165}], "ignore_eos": True}
+        for path, body in ((COMPLETIONS, completion), (CHATS, chat)):
+            usage = (await client.post(path, body))["usage"]
+            assert usage["total_tokens"] == 200 and usage["completion_tokens"] > 0
+            events = await client.events(path, {**body, "stream_options": {"include_usage": True}})
+            totals = ("prompt_tokens", "completion_tokens", "total_tokens")
+            assert all(events[-2]["usage"][name] == usage[name] for name in totals)
+            for name in ("max_tokens", *(["max_completion_tokens"] if path is CHATS else [])):
+                error = (await client.post(path, {**body, name: 16 + 30}, 400))["error"]
+                assert error["code"] == "context_length_exceeded" and error["param"] == name
+        # With room the default counts in full.
+        short = {"prompt": [5] * 100, "ignore_eos": True}
+        usage = (await client.post(COMPLETIONS, short))["usage"]
+        assert usage["completion_tokens"] == (given or 16)
+        short = {"messages": CHAT, "ignore_eos": True}
+        usage = (await client.post(CHATS, short))["usage"]
+        assert usage["completion_tokens"] == (given or 200 - usage["prompt_tokens"])
+        # The library's callers bring their defaults themselves.
+        for params, num in (
+            (SamplingParams(default_max_tokens=16, ignore_eos=True), 5),
+            (SamplingParams(default_max_tokens=3, ignore_eos=True), 3),
+            (SamplingParams(ignore_eos=True), 5),
+        ):
+            events = [e async for e in client.engine.generate([5] * 195, params)]
+            assert events[-1].num_output == num and events[-1].finish_reason == "length"
+        with pytest.raises(RequestError, match="requested 201 tokens"):
+            await client.engine.submit([5] * 195, SamplingParams(max_tokens=6))
 
 
 async def test_prompt_is_never_cut_in_silence(serving):

@@ -286,11 +286,12 @@ async def test_control_tokens_in_messages_are_text_unless_configured(connect: Co
 
 
 async def test_max_completion_tokens_wins(connect: Connect) -> None:
-    engine = FakeEngine(defaults={"max_tokens": 50})
+    engine = FakeEngine(defaults={"default_max_tokens": 50})
     client = await connect(engine)
     for body in ({"max_tokens": 9, "max_completion_tokens": 4.0}, {"max_tokens": 9}, {}):
         assert (await client.post(CHAT, json={"messages": USER, **body})).status == 200
-    assert [call.params.max_tokens for call in engine.calls] == [4, 9, 50]
+    assert [call.params.max_tokens for call in engine.calls] == [4, 9, None]
+    assert {call.params.default_max_tokens for call in engine.calls} == {50}
 
 
 async def test_ids_are_the_servers_own(connect: Connect) -> None:

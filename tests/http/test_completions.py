@@ -194,7 +194,11 @@ async def test_max_tokens_defaults_to_16(connect: Connect) -> None:
     client = await connect(engine)
     for value in ({}, {"max_tokens": None}, {"max_tokens": 3}):
         assert (await client.post(TEXT, json={"prompt": "a", **value})).status == 200
-    assert [call.params.max_tokens for call in engine.calls] == [16, 16, 3]
+    assert [call.params.max_tokens for call in engine.calls] == [None, None, 3]
+    assert {call.params.default_max_tokens for call in engine.calls} == {16}
+    engine.sampling_defaults = {"default_max_tokens": 50}
+    assert (await client.post(TEXT, json={"prompt": "a"})).status == 200
+    assert engine.calls[-1].params.default_max_tokens == 50
 
 
 async def test_prompts_can_be_truncated_on_request(connect: Connect) -> None:

@@ -8,14 +8,14 @@ from xylite.errors import RequestError
 from xylite.runtime.request import Limits, SamplingParams, make_request
 
 
-def accepted(num_prompt, max_tokens, max_kv_tokens=100):
+def accepted(num_prompt, max_tokens, max_kv_tokens=100, **params):
     """max_tokens as resolved; None if the request is refused as too long."""
     limits = Limits(vocab_size=50, max_model_len=20, max_kv_tokens=max_kv_tokens)
     try:
         request = make_request(
             "r",
             [1] * num_prompt,
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, **params),
             limits=limits,
             end_tokens=frozenset(),
             default_seed=0,
@@ -53,3 +53,32 @@ def test_accepted_requests_fit_and_none_that_fits_is_refused(num_prompt, asked, 
 )
 def test_prompts_at_the_edge_of_the_context(num_prompt, asked, resolved):
     assert accepted(num_prompt, asked) == resolved
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "default", "min_tokens", "resolved"),
+    [
+        (10, None, 4, 0, 4),
+        (10, None, 10, 0, 10),
+        (10, None, 16, 0, 10),
+        (19, None, 16, 0, 1),
+        (20, None, 16, 0, None),
+        (10, None, 4, 6, 6),
+        (10, None, 4, 16, 10),
+        (10, 6, 4, 0, 6),
+        (10, 16, 4, 0, None),
+        (10, 16, 16, 0, None),
+    ],
+)
+def test_a_default_length_is_cut_to_the_room_and_a_named_one_is_not(
+    num_prompt, asked, default, min_tokens, resolved
+):
+    params = {"default_max_tokens": default, "min_tokens": min_tokens}
+    assert accepted(num_prompt, asked, **params) == resolved
+    # The room in the KV pool counts like that in the context.
+    kv = accepted(num_prompt, asked, max_kv_tokens=14, **params)
+    left = 14 - num_prompt
+    if left < 1 or (asked is not None and asked > left):
+        assert kv is None
+    else:
+        assert kv == min(left, resolved or left)

@@ -52,6 +52,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         prompt = Prompt(
             await render(service, asked, tools=chat_tools(asked), special=asked.add_special_tokens),
             "messages",
+            _limit_name(asked),
         )
         streams = await submit(
             service,
@@ -68,9 +69,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
 
 
+def _limit_name(asked: ChatRequest) -> str:
+    return "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+
+
 async def _params(service: Service, asked: ChatRequest) -> SamplingParams:
     check_response_format(asked.response_format)
-    name = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    name = _limit_name(asked)
     max_tokens = whole(name, getattr(asked, name))
     if max_tokens is not None and not 1 <= max_tokens <= MAX_TOKENS:
         raise RequestError(f"{name} must be in [1, {MAX_TOKENS}], got {max_tokens}", param=name)

@@ -111,11 +111,9 @@ async def _params(service: Service, asked: CompletionRequest) -> SamplingParams:
     check_response_format(asked.response_format)
     if asked.suffix:
         raise unsupported("suffix")
-    defaults = service.engine.sampling_defaults
+    defaults = {"default_max_tokens": DEFAULT_MAX_TOKENS, **service.engine.sampling_defaults}
     max_tokens = whole("max_tokens", asked.max_tokens)
-    if max_tokens is None:
-        max_tokens = defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
-    elif max_tokens < (0 if asked.echo else 1):
+    if max_tokens is not None and max_tokens < (0 if asked.echo else 1):
         # 0 with echo is how evaluation harnesses score a text.
         raise RequestError(
             f"max_tokens must be at least 1 (0 with echo), got {max_tokens}", param="max_tokens"

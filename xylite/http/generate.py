@@ -32,10 +32,11 @@ _log = logging.getLogger("xylite.http")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to continue: text or token ids, and how the client would name it in an error."""
+    """What to continue: text or token ids; and how the client names it, and the limit it set."""
 
     content: str | Sequence[int]
     name: str = "prompt"
+    limit_name: str = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +125,12 @@ async def submit(
                     add_special_tokens=add_special_tokens,
                 )
             except RequestError as e:
-                if e.param != "prompt" or prompt.name == "prompt":
-                    raise
-                e.param = prompt.name
-                if len(prompts) > 1:
-                    e.message = f"{prompt.name}: {e.message}"
+                if e.param == "max_tokens":
+                    e.param = prompt.limit_name
+                elif e.param == "prompt":
+                    e.param = prompt.name
+                    if len(prompts) > 1:
+                        e.message = f"{prompt.name}: {e.message}"
                 raise
             streams.append(stream)
     except BaseException:

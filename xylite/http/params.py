@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from xylite.errors import RequestError
@@ -168,4 +169,4 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
     if isinstance(ids, str):
         special = asked.add_special_tokens is not False
         ids = await service.engine.encode(ids, add_special_tokens=special)
-    return Prompt(ids[-keep:] if side == "left" else ids[:keep], prompt.name)
+    return replace(prompt, content=ids[-keep:] if side == "left" else ids[:keep])

@@ -26,7 +26,10 @@ MAX_STOP_TOKEN_IDS = 256
 class SamplingParams:
     """How to choose tokens and when to end, in vLLM's words and defaults.
 
-    max_tokens       None = as many as fit into the model's context
+    max_tokens       as many, or the request is refused; None = as default_max_tokens says
+    default_max_tokens
+                     of nobody's asking, so cut to what fits into the model's context and raised to
+                     min_tokens; None = as many as fit
     top_k            0 or -1 = off
     logprobs         None = off; k = the chosen token's log-probability and the k most likely
                      alternatives, of the model's raw distribution
@@ -37,6 +40,7 @@ class SamplingParams:
 
     n: int = 1
     max_tokens: int | None = None
+    default_max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
@@ -198,6 +202,8 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     _in_range("n", p.n, 1, limits.max_n)
     if p.max_tokens is not None:
         _in_range("max_tokens", p.max_tokens, 0, MAX_INT)
+    if p.default_max_tokens is not None:
+        _in_range("default_max_tokens", p.default_max_tokens, 1, MAX_INT)
     _in_range("min_tokens", p.min_tokens, 0, MAX_INT)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise RequestError(
@@ -262,6 +268,13 @@ def _some_token_is_left(params: SamplingParams, end_tokens: frozenset[int]) -> N
         )
 
 
+def _cut_default(params: SamplingParams, room: int) -> int:
+    """max_tokens of a request that names none."""
+    if params.default_max_tokens is None:
+        return room
+    return min(room, max(params.default_max_tokens, params.min_tokens))
+
+
 def make_request(
     request_id: str,
     prompt: Sequence[int],
@@ -280,9 +293,9 @@ def make_request(
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
     _ids_in_vocabulary("prompt", prompt, limits.vocab_size)
     asked = params.max_tokens
+    least = 1 if asked is None else asked
     room = limits.max_model_len - len(prompt)
-    wanted = room if asked is None else asked
-    if room < (1 if asked is None else asked):
+    if room < least:
         raise RequestError(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you "
             f"requested {len(prompt) + (asked or 0)} tokens ({len(prompt)} in the prompt, "
@@ -290,23 +303,21 @@ def make_request(
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
-    if len(prompt) + wanted > limits.max_kv_tokens:
-        fits = limits.max_kv_tokens - len(prompt)
-        if asked is not None or fits < 1:
-            raise RequestError(
-                f"prompt ({len(prompt)} tokens) plus max_tokens ({wanted}) exceed the KV cache, "
-                f"which holds {limits.max_kv_tokens} tokens for one sequence",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        wanted = fits
+    room = min(room, limits.max_kv_tokens - len(prompt))
+    if room < least:
+        raise RequestError(
+            f"prompt ({len(prompt)} tokens) plus max_tokens ({least}) exceed the KV cache, "
+            f"which holds {limits.max_kv_tokens} tokens for one sequence",
+            param="prompt" if room < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
     end: frozenset[int] = frozenset() if params.ignore_eos else end_tokens
     _some_token_is_left(params, end)
     return Request(
         id=request_id,
         prompt=tuple(prompt),
         params=params,
-        max_tokens=wanted,
+        max_tokens=_cut_default(params, room) if asked is None else asked,
         end_tokens=end,
         seed=default_seed if params.seed is None else params.seed,
         priority=priority,

@@ -1,12 +1,13 @@
 """Tiny random models on disk, in both formats."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -140,11 +141,11 @@ def save_gguf(
     path: Path,
     cfg: Mapping[str, Any],
     weights: Mapping[str, Tensor],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: Kind | Callable[[str], Kind] = Kind.F32,
 ) -> dict[str, Tensor]:
     """A GGUF file whose matrices are stored as `kind`; returns what they dequantise to.
 
-    Vectors are F32 whatever `kind` is, as llama.cpp's converter does.
+    kind  of all, or by name. Vectors are F32 whatever it is, as llama.cpp's converter does
     """
     w = gguf_writer(path, cfg)
     stored = {}
@@ -155,9 +156,10 @@ def save_gguf(
         elif ".k_proj." in name:
             heads = cfg["num_key_value_heads"]
         theirs = in_pairs(x, heads) if heads else x
-        raw_kind = kind if x.dim() > 1 else gguf.GGMLQuantizationType.F32
+        wanted = kind if isinstance(kind, Kind) else kind(name)
+        raw_kind = wanted if x.dim() > 1 else Kind.F32
         raw = gguf.quantize(theirs.contiguous().numpy(), raw_kind)
-        plain = raw_kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+        plain = raw_kind in (Kind.F32, Kind.F16)
         w.add_tensor(gguf_name(name), raw, raw_dtype=None if plain else raw_kind)
         value = torch.from_numpy(gguf.dequantize(raw, raw_kind).copy()).view_as(x)
         if heads:

@@ -1,8 +1,11 @@
 """From settings to an engine's parts."""
 
+import gguf
 import pytest
 
 from bench.host import write_small_model
+from tests.models import tiny
+from xylite import ops
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
@@ -29,6 +32,33 @@ def test_quantization_packs_the_weights_in_that_format(tmp_path):
 def test_quantization_that_the_device_does_not_have_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'awq' is not there on cpu .*int8"):
         parts(tmp_path, quantization="awq")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int8"}]
+)
+def test_quantised_weights_of_a_file_are_kept_unless_a_type_or_format_is_asked_for(
+    settings, tmp_path, caplog
+):
+    if not ops.load("cpu").stored_packers:
+        pytest.skip("the CPU kernels are not built here")
+    cfg = tiny.config()
+    path = tmp_path / "m.gguf"
+    tiny.save_gguf(path, cfg, tiny.tensors(cfg), gguf.GGMLQuantizationType.Q4_1)
+
+    def weights_of(**settings):
+        config = EngineConfig(
+            model=str(path), device="cpu", num_blocks=2, max_num_batched_tokens=64, **settings
+        )
+        made = build(config, open_checkpoint(str(path)), cfg["vocab_size"])
+        return weights.weight_bytes(made.executor.model.params)
+
+    with caplog.at_level("INFO"):
+        kept = weights_of()
+        assert "weights: Q4_1 (0 MiB) kept as stored" in caplog.messages
+        caplog.clear()
+        assert weights_of(**settings) > 1.3 * kept
+        assert not any("kept" in m for m in caplog.messages)
 
 
 def test_batch_invariance_is_refused_where_no_kernel_gives_it(tmp_path):

@@ -1,15 +1,16 @@
 """From a checkpoint's tensors, or from a seed, to a Params tree on the device.
 
-Tensors are read in slices straight into the weight they become, cast on the way, and each weight
-goes through the table's `pack_linear` before the next one is begun: beside the model itself there
-is never more than one weight and one slice in memory.
+Tensors are read in slices straight into the weight they become, cast on the way or byte for byte
+where they stay quantised, and each weight is packed by the table before the next one is begun:
+beside the model itself there is never more than one weight and one slice in memory.
 """
 
 import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -40,6 +41,8 @@ _PLAIN: Final[Mapping[str, torch.dtype]] = {
 # model's own copy of the head (the embedding is its head).
 _IGNORED: Final = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
 
+_PACKED: Final = ("linear", "gated", "embedding")
+
 
 def resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     """The dtype of that name; "auto" is the checkpoint's own.
@@ -68,18 +71,21 @@ def load(
     ops: Ops,
     dtype: torch.dtype,
     *,
+    keep_stored: bool = False,
     max_len: int | None = None,
     progress: bool | None = None,
 ) -> Any:
     """The model's Params on the device of `ops`, weights and activations in `dtype`.
 
-    dtype     Each stored value is cast to it once. So float32 from a bfloat16 directory computes
-              with bfloat16 values in float32; float32 from a quantised GGUF file uses the values as
-              they dequantise, which bfloat16 would round first.
-    max_len   positions of the rotary table; None = the model's own maximum
-    progress  show a bar on stderr; None = if that is a terminal
-    raises    ConfigError naming the file and the tensor that is missing, unknown, of another shape
-              or type than the model's, or cut short
+    dtype        Each stored value is cast to it once. So float32 from a bfloat16 directory computes
+                 with bfloat16 values in float32; float32 from a quantised GGUF file uses the values
+                 as they dequantise, which bfloat16 would round first.
+    keep_stored  a linear weight or embedding whose tensors are all of one quantised kind that the
+                 table takes (`Ops.stored_packers`) keeps its bits; only the others become `dtype`
+    max_len      positions of the rotary table; None = the model's own maximum
+    progress     show a bar on stderr; None = if that is a terminal
+    raises       ConfigError naming the file and the tensor that is missing, unknown, of another
+                 shape or type than the model's, or cut short
     """
     start = time.perf_counter()
     abstract = family.abstract(spec)
@@ -87,25 +93,38 @@ def load(
     _check_names(checkpoint, spec, abstract, names)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     show = sys.stderr.isatty() if progress is None else progress
+    kept: Counter[str] = Counter()
+    cast: Counter[str] = Counter()
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="weights", leave=False, disable=not show
     ) as bar:
 
         def make(leaf: Leaf) -> Any:
-            made = torch.empty(leaf.shape, dtype=_leaf_dtype(leaf, ops, dtype))
+            sources = [names.get(part.name, GgufSource(part.name)) for part in leaf.parts]
+            tensors = [checkpoint.tensors[source.name] for source in sources]
+            kind = _stored_kind(leaf, tensors, ops) if keep_stored else None
+            for t in tensors:
+                (cast if kind is None else kept)[t.dtype] += t.nbytes
+            if kind is None:
+                made = torch.empty(leaf.shape, dtype=_leaf_dtype(leaf, ops, dtype))
+            else:
+                row_bytes = tensors[0].nbytes // tensors[0].shape[0]
+                made = torch.empty(leaf.shape[0], row_bytes, dtype=torch.uint8)
             at = 0
-            for part in leaf.parts:
-                source = names.get(part.name, GgufSource(part.name))
-                rows = made[at : at + part.rows]
-                _read(checkpoint.tensors[source.name], rows, bar.update)
+            for t, source in zip(tensors, sources, strict=True):
+                rows = made[at : at + t.shape[0]]
+                _read(t, rows, bar.update, as_stored=kind is not None)
                 if source.heads:
                     rows.copy_(_in_halves(rows, source.heads))
-                at += part.rows
-            return _placed(leaf, made, ops)
+                at += t.shape[0]
+            return _placed(leaf, made, ops, kind)
 
         params = tree.map(make, abstract)
     params = _with_tables(params, spec, family, ops, max_len)
-    logging.getLogger(__name__).info(
+    log = logging.getLogger(__name__)
+    if said := _quantised(kept, cast, dtype):
+        log.info("weights: %s", said)
+    log.info(
         "loaded %.2f GiB of weights in %.1f s; peak memory of the process %.2f GiB",
         weight_bytes(params) / 2**30,
         time.perf_counter() - start,
@@ -165,11 +184,44 @@ def _leaf_dtype(leaf: Leaf, ops: Ops, dtype: torch.dtype) -> torch.dtype:
     return ops.act_dtype(dtype) if leaf.role == "bias" else dtype
 
 
-def _placed(leaf: Leaf, made: Tensor, ops: Ops) -> Any:
+def _stored_kind(leaf: Leaf, tensors: Sequence[TensorInfo], ops: Ops) -> str | None:
+    """The quantised kind that all tensors of a weight share, if the table takes it as it is."""
+    kinds = {t.dtype for t in tensors}
+    kind = kinds.pop()
+    takes = leaf.role in _PACKED and kind in ops.stored_packers
+    return kind if takes and not kinds else None
+
+
+def _quantised(kept: Mapping[str, int], cast: Mapping[str, int], dtype: torch.dtype) -> str:
+    """What became of the quantised tensors, by kind; "" if there are none."""
+
+    def listed(found: Mapping[str, int]) -> str:
+        return ", ".join(
+            f"{kind} ({nbytes / 2**20:.0f} MiB)"
+            for kind, nbytes in sorted(found.items())
+            if kind not in _PLAIN
+        )
+
+    both = (
+        (listed(kept), "kept as stored"),
+        (
+            listed(cast),
+            f"dequantised to {str(dtype).removeprefix('torch.')}",
+        ),
+    )
+    return "; ".join(f"{kinds} {what}" for kinds, what in both if kinds)
+
+
+def _placed(leaf: Leaf, made: Tensor, ops: Ops, kind: str | None = None) -> Any:
+    """The leaf on the device, packed if it is a weight.
+
+    made  its values; with a kind: its rows as a file of that kind stores them
+    """
     made = made.to(ops.device.torch_device)
-    if leaf.role in ("linear", "gated", "embedding"):
-        return ops.pack_linear(made, gated=leaf.role == "gated")
-    return made
+    if leaf.role not in _PACKED:
+        return made
+    pack = ops.pack_linear if kind is None else ops.stored_packers[kind]
+    return pack(made, gated=leaf.role == "gated")
 
 
 def _with_tables(
@@ -225,8 +277,13 @@ def _check_names(
             )
 
 
-def _read(t: TensorInfo, out: Tensor, done: Callable[[int], Any]) -> None:
-    """Fill `out`, of t's shape and any dtype, slice by slice; done(bytes) after each."""
+def _read(
+    t: TensorInfo, out: Tensor, done: Callable[[int], Any], *, as_stored: bool = False
+) -> None:
+    """Fill `out`, of t's shape and any dtype, slice by slice; done(bytes) after each.
+
+    as_stored  out is [rows, bytes of a row] uint8 and gets the bytes
+    """
     num_rows = t.shape[0]
     row_bytes = t.nbytes // num_rows
     step = max(1, SLICE_BYTES // row_bytes)
@@ -239,7 +296,8 @@ def _read(t: TensorInfo, out: Tensor, done: Callable[[int], Any]) -> None:
             raise ConfigError(f"{t.file}: tensor {t.name!r} cannot be read: {e}") from None
         if raw.size < count:
             raise ConfigError(f"{t.file}: tensor {t.name!r} is cut short")
-        out[start:end].copy_(_values(t, raw, end - start).view_as(out[start:end]))
+        values = torch.from_numpy(raw) if as_stored else _values(t, raw, end - start)
+        out[start:end].copy_(values.view_as(out[start:end]))
         done(count)
 
 

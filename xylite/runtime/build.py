@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import torch
@@ -83,10 +85,7 @@ def build(
     dtype = weights.resolve_dtype(checkpoint, config.dtype)
     block_size = _block_size(config, table)
     max_len = _max_model_len(config, spec)
-    if config.load_format == "dummy":
-        params = weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
-    else:
-        params = weights.load(checkpoint, spec, family, table, dtype, max_len=max_len)
+    params = _params(config, checkpoint, (family, spec), table, dtype, max_len)
     draft = None
     block_bytes = layers.kv_block_bytes(spec, block_size, dtype)
     if draft_checkpoint is not None:
@@ -161,11 +160,27 @@ def _draft_model(
             param="speculative_config",
         )
     max_len = min(max_len, spec.max_position)
-    if config.load_format == "dummy":
-        params = weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
-    else:
-        params = weights.load(checkpoint, spec, family, table, dtype, max_len=max_len)
+    params = _params(config, checkpoint, (family, spec), table, dtype, max_len)
     return Model(family, spec, params, vocab_size)
+
+
+def _params(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    described: tuple[ModuleType, ModelSpec],
+    table: Ops,
+    dtype: torch.dtype,
+    max_len: int,
+) -> Any:
+    """A model's weights. Stored ones stay quantised unless a dtype or another format is asked for.
+
+    described  of `models.describe`
+    """
+    family, spec = described
+    if config.load_format == "dummy":
+        return weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
+    keep = config.dtype == "auto" and config.quantization is None
+    return weights.load(checkpoint, spec, family, table, dtype, keep_stored=keep, max_len=max_len)
 
 
 def _draft_parts(

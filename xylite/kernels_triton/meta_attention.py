@@ -20,6 +20,13 @@ the memory, so 128 rows do not fit. One kernel with a loop per tile class was tr
 rows fit with 1.1.0 only, and with 1.2.0 even 16 + 64 leave a vector core idle. So each class is a
 launch.
 
+Storing o as the next GEMM wants it, [T, H * D], was compiled too, with 1.1.0 and 1.2.0: rows of a
+tile then lie D and H * D apart in turns. As a tile of [tokens, group * D], as one of [tokens,
+group, D] or with the address of each row, a group above 1 leaves one vector core idle and needs
+twice the memory (16 rows: 138 instead of 69 K of 192 K; 128 rows: 390 K, which do not fit). With
+group 1, where rows are evenly spaced, it costs nothing (182 instead of 181 K), but saves one copy
+of [T, H * D] per layer, below a hundredth of the layer's GEMMs. So o is transposed outside.
+
 Head sizes that are no power of two are two tiles side by side, 80 = 64 + 16: nothing is padded.
 
 Source: Song et al. 2026 (XY-Serve), section 5; online softmax: Milakov and Gimelshein 2018.

@@ -5,7 +5,8 @@
     src/linear.cpp     packed panels, any number of rows; src/quant.cpp the same in 8 and 4 bits
     src/attention.cpp  task table and blocked KV; src/elementwise.cpp what lies between
     src/pool.h         threads that stay
-    build.py           compiler, cache; library.py ctypes; packed.py, blocks.py weights; tuning.py
+    build.py           compiler, cache; library.py ctypes; packed.py, blocks.py weights
+    tuning.py          what is measured at first start; tuner.py what `xylite tune` measures
 
 The two ideas of the paper for threads: tiles of fixed size over a virtual M (a tile exists for
 every number of rows up to its largest, so nothing is padded), and attention cut into tasks that

@@ -23,6 +23,11 @@ TYPES: Final[Mapping[torch.dtype, int]] = {
     torch.bfloat16: T_BF16,
     torch.float16: T_F16,
 }
+_NAMES: Final[Mapping[torch.dtype, str]] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 _ROW_TYPES: Final = {t: TYPES[t] for t in (torch.float32, torch.bfloat16)}
 ARENA_BYTES: Final = 32 << 20
 HUGE_PAGE: Final = 2 << 20
@@ -79,19 +84,24 @@ class _Arena:
 class Packer:
     """Packs weights and multiplies with them.
 
-    kinds   how a weight of a dtype is multiplied
-    blocks  cache blocks by shape and bucket of rows, where the built-in ones are not best
+    kinds  how a weight of a dtype is multiplied
+    tuned  cache blocks, as measured
     """
 
     def __init__(
         self,
         kernels: Kernels,
         kinds: Mapping[torch.dtype, int],
-        blocks: tuning.Blocks | None = None,
+        tuned: tuning.Tuning | None = None,
     ):
         self.kernels = kernels
         self.kinds = kinds
-        self._blocks = blocks or {}
+        measured = {} if tuned is None else tuned.blocks
+        self._blocks = {
+            (rows, n, k, gated, form): blocks
+            for (threads, form, gated, n, k, rows), blocks in measured.items()
+            if threads == kernels.threads
+        }
         self._arena = _Arena(kernels)
         # A third cheaper than torch.empty, which counts a few hundred times per step.
         self.empty = {t: torch.empty(0, dtype=t).new_empty for t in _ROW_TYPES}
@@ -99,8 +109,7 @@ class Packer:
         # activations to bf16, they are handed over as such: the same numbers, half the traffic.
         self.rows = torch.float32
         self._seen: set[int | None] = set()
-        first, second = tuning.cache_sizes()
-        self.builtin_blocks = second * 3 // 8 // 1024, first * 3 // 4 // 1024
+        self.default_blocks = (tuned and tuned.default) or tuning.computed_blocks()
 
     def _packs(self, kind: int | None) -> None:
         self._seen.add(kind)
@@ -165,20 +174,6 @@ class Packer:
             )  # fmt: skip
         return PackedQuant(data, n, k, gated, form, experts)
 
-    def tune(self, w: PackedLinear | PackedQuant) -> tuning.Blocks:
-        """Measured cache blocks for this shape; about 3 s."""
-        act = "silu" if w.gated else None
-
-        def multiply(x: Tensor, w: PackedLinear | PackedQuant, block: int, panel: int) -> Tensor:
-            return self.multiply(x, w, None, None, act, 0.0, 0, (block, panel))
-
-        block, panel = self.builtin_blocks
-        sizes = {
-            "block": (block // 2, block, block * 3 // 2),
-            "panel": (panel * 2 // 3, panel, panel * 4 // 3),
-        }
-        return tuning.tune(multiply, w, sizes, self.builtin_blocks)
-
     def gather(self, w: PackedLinear | PackedQuant, ids: Tensor) -> Tensor:
         """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
         out = torch.empty(ids.shape[0], w.k)
@@ -215,9 +210,10 @@ class Packer:
         num_rows, dtype = x.shape[0], self.rows if w.gated else torch.float32
         out = self.empty[dtype]((num_rows, w.n // 2 if w.gated else w.n))
         if blocks is None:
-            blocks = self.builtin_blocks
-            if self._blocks and num_rows > 8:
-                blocks = self._blocks.get((w.n, w.k, tuning.bucket(num_rows)), blocks)
+            blocks = self.default_blocks
+            if self._blocks and num_rows >= tuning.FIRST_ROWS:
+                key = num_rows.bit_length(), w.n, w.k, w.gated, format_of(w)
+                blocks = self._blocks.get(key, blocks)
         rest = (
             data, w.n, w.k, x.data_ptr(), _ROW_TYPES[x.dtype], num_rows, out.data_ptr(),
             _ROW_TYPES[dtype],            address(bias), address(residual), ACT[act], cap, *blocks,
@@ -228,6 +224,13 @@ class Packer:
         else:
             self.kernels.linear(self.kinds[w.data.dtype], *rest)
         return out
+
+
+def format_of(w: PackedLinear | PackedQuant) -> str:
+    """How a weight is stored: bf16, or int8-64 for 8 bits in groups of 64."""
+    if isinstance(w, PackedLinear):
+        return _NAMES[w.data.dtype]
+    return f"int{w.format.bits}-{w.format.group}{'-min' if w.format.has_min else ''}"
 
 
 def address(x: Tensor | None) -> int:

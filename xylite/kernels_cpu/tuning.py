@@ -1,41 +1,50 @@
 """What is measured about a machine, once, and kept in the cache directory.
 
-Two things. How bf16 weights are multiplied: some processors have a bf16 dot product at twice the
-speed of float32 arithmetic, others at half. It is measured at first start (a few milliseconds) and
-holds for every shape and number of rows, so that results do not depend on the batch. And the cache
-blocks of a linear layer by (N, K) and bucket of M: the built-in sizes follow from the caches and
-serve everything; `tune` tries others. Blocks change no result.
+At the first start, in less than 0.2 s: how bf16 weights are multiplied (some processors have a bf16
+dot product at twice the speed of float32 arithmetic, others at half), and the cache blocks of
+linear layers, if others than those computed from the sizes of the caches are clearly faster. The
+arithmetic holds for every shape and number of rows, so that results do not depend on the batch.
+Blocks change no result: `xylite tune` measures them for each shape, format and number of rows, see
+tuner.py.
 """
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from xylite.kernels_cpu.library import K_BF16, K_BF16_DOT, T_F32, Kernels
+from xylite.kernels_cpu.library import K_BF16, K_BF16_DOT, K_F32, T_F32, Kernels
 
-VERSION: Final = 1
-BUCKETS: Final = (16, 64, 256, 1024, 4096)  # rows at which `tune` measures
-LEAST_GAIN: Final = 1.03  # less is noise
+VERSION: Final = 2
+FIRST_ROWS: Final = 16  # fewer rows are one tile on every machine: there are no blocks
+LAST_ROWS: Final = 4096
+MOST_KIB: Final = 1 << 20
+CLEAR_GAIN: Final = 1.05  # of blocks that shall serve all shapes
 
-# (N, K, bucket of M) -> KiB of activations and of a panel that stay in cache
-Blocks = dict[tuple[int, int, int], tuple[int, int]]
+Blocks = tuple[int, int]  # KiB of activations, and of a panel, that stay in cache
+# (threads, format, gated, N, K, bucket of M)
+Key = tuple[int, str, bool, int, int, int]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """dot: multiply bf16 by its dot product; blocks: sizes that beat the built-in ones."""
+    """dot: multiply bf16 by its dot product; default: blocks where `blocks` has none, None = as
+    the caches' sizes say; blocks: by shape, where others are faster."""
 
     dot: bool
-    blocks: Blocks = field(default_factory=dict)
+    default: Blocks | None = None
+    blocks: Mapping[Key, Blocks] = field(default_factory=dict)
 
 
 def bucket(rows: int) -> int:
@@ -65,40 +74,87 @@ def cache_sizes() -> tuple[int, int]:
     return sizes[1], sizes[2]
 
 
+def computed_blocks() -> Blocks:
+    """Blocks that fit the caches: most of what one core has, with room for what passes through."""
+    first, second = cache_sizes()
+    return second * 3 // 8 // 1024, first * 3 // 4 // 1024
+
+
 def load(path: Path) -> Tuning | None:
-    """What was measured with this library on this processor, or None."""
+    """What was measured with this library on this processor, or None.
+
+    A file that is there and cannot be used is named in one warning.
+    """
     try:
         held = json.loads(path.read_text())
-        if held["version"] != VERSION or held["processor"] != processor():
-            return None
-        rows = [tuple(map(int, row)) for row in held["blocks"]]
-        blocks = {(n, k, m): (block, panel) for n, k, m, block, panel in rows}
-        return Tuning(bool(held["dot"]), blocks)
-    except (OSError, ValueError, KeyError, TypeError):
+        for name, here in (("version", VERSION), ("processor", processor())):
+            if held[name] != here:
+                raise ValueError(f"its {name} is {held[name]!r}, here it is {here!r}")
+        default = held["default"]
+        blocks = {_key(row[:-2]): _blocks(row[-2:]) for row in held["blocks"]}
+        return Tuning(
+            _typed(held["dot"], bool), None if default is None else _blocks(default), blocks
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        why = f"{e} is missing" if isinstance(e, KeyError) else e
+        log.warning("%s is not used, and measured anew: %s", path, why)
         return None
 
 
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _key(row: Sequence[Any]) -> Key:
+    kinds = (int, str, bool, int, int, int)
+    if len(row) != len(kinds):
+        raise ValueError(f"a row has {len(row)} of {len(kinds)} parts before its blocks")
+    threads, form, gated, n, k, m = map(_typed, row, kinds)
+    return threads, form, gated, n, k, m
+
+
+def _blocks(pair: Any) -> Blocks:
+    block, panel = (_typed(x, int) for x in _typed(pair, list))
+    if not (0 < block <= MOST_KIB and 0 < panel <= MOST_KIB):
+        raise ValueError(f"blocks must be from 1 to {MOST_KIB} KiB, got {pair}")
+    return block, panel
+
+
 def save(path: Path, tuning: Tuning) -> None:
-    """Replace the file at once; a directory that cannot be written is no error."""
+    """Replace the file at once; OSError if it cannot be written."""
     held = {
         "version": VERSION,
         "processor": processor(),
         "dot": tuning.dot,
-        "blocks": [[*key, *sizes] for key, sizes in sorted(tuning.blocks.items())],
+        "default": tuning.default,
+        "blocks": [[*key, *blocks] for key, blocks in sorted(tuning.blocks.items())],
     }
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+        try:
             json.dump(held, f)
-        os.replace(f.name, path)
+            f.close()
+            os.replace(f.name, path)
+        except BaseException:
+            os.unlink(f.name)
+            raise
 
 
 def at_start(kernels: Kernels, path: Path, *, has_dot: bool) -> Tuning:
-    """The machine's tuning: as held in `path`, else measured and written there."""
+    """The machine's tuning: as held in `path`, else measured and written there.
+
+    A directory that cannot be written is no error: every start measures then.
+    """
     known = load(path)
     if known is None:
-        known = Tuning(has_dot and dot_is_faster(kernels))
-        save(path, known)
+        dot = has_dot and dot_is_faster(kernels)
+        known = Tuning(dot, better_blocks(kernels, K_BF16_DOT if dot else K_F32))
+        with contextlib.suppress(OSError):
+            save(path, known)
     return known
 
 
@@ -117,34 +173,26 @@ def dot_is_faster(kernels: Kernels) -> bool:
     return least[1] < least[0]
 
 
-def tune(
-    multiply: Callable[..., Any],
-    weight: Any,
-    sizes: Mapping[str, Iterable[int]],
-    builtin: tuple[int, int],
-    budget_s: float = 0.05,
-) -> Blocks:
-    """Block sizes that beat the built-in ones for one packed weight.
-
-    multiply  (x [M, K], weight, block KiB, panel KiB) -> result
-    sizes     "block" and "panel": KiB to try
-    builtin   (block, panel) to beat
-    """
-    found: Blocks = {}
-    tried = [(b, p) for b in sizes["block"] for p in sizes["panel"]]
-    tried = [builtin, *(t for t in tried if t != builtin)]
-    for rows in BUCKETS:
-        x = torch.zeros(rows, weight.k)
+def better_blocks(kernels: Kernels, kind: int) -> Blocks | None:
+    """Blocks that are clearly faster than the computed ones over a wide and a deep product; None
+    if none are, or if this machine is too slow for a quick answer."""
+    m, end = 256, time.perf_counter() + 0.15
+    block, panel = computed_blocks()
+    tried = [(block, panel), (block // 2, panel), (block, 2 * panel), (block // 2, 2 * panel)]
+    dtype = torch.bfloat16 if kind == K_BF16_DOT else torch.float32
+    total = dict.fromkeys(tried, 0.0)
+    for n, k in ((1024, 576), (576, 1536)):
+        w, x, out = torch.zeros(n * k, dtype=dtype), torch.zeros(m, k), torch.empty(m, n)
+        args = (w.data_ptr(), n, k, x.data_ptr(), T_F32, m, out.data_ptr(), T_F32, 0, 0, 0, 0.0)
         least = dict.fromkeys(tried, float("inf"))
-        end = time.perf_counter() + budget_s * len(tried)
-        # By turns, so that a disturbance hits all alike.
-        while time.perf_counter() < end or least[tried[-1]] == float("inf"):
+        for _ in range(6):
             for t in tried:
-                least[t] = min(least[t], _time(lambda: multiply(x, weight, *t)))  # noqa: B023
-        best = min(tried, key=least.__getitem__)
-        if least[best] * LEAST_GAIN < least[builtin]:
-            found[weight.n, weight.k, bucket(rows)] = best
-    return found
+                least[t] = min(least[t], _time(lambda: kernels.linear(kind, *args, *t)))  # noqa: B023
+            if time.perf_counter() > end:
+                return None
+        total = {t: total[t] + least[t] for t in tried}
+    best = min(tried, key=total.__getitem__)
+    return best if total[best] * CLEAR_GAIN < total[tried[0]] else None
 
 
 def _time(f: Callable[[], Any]) -> float:

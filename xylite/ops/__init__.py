@@ -8,8 +8,9 @@ N blocks, P tokens per block, B width of the block table, W tasks, R logit rows.
 `reference.py` composes every function from plain torch and is the meaning of each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -215,6 +216,66 @@ class Device:
     classes_of: Callable[[int, AttentionKind], tuple[int, ...]] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """A linear layer as a model calls it; all layers that are alike are one.
+
+    weights  their leaves, in the order in which a pass reads them
+    n, k     the weight's rows and columns; with act, gate and up rows both count
+    bias, residual, act, cap   as in `Linear`; of the first two only whether they are there
+    most     rows that it is called with at most
+    """
+
+    weights: tuple[Any, ...]
+    n: int
+    k: int
+    bias: bool
+    residual: bool
+    act: Activation | None
+    cap: float
+    most: int
+
+
+class Tuner(Protocol):
+    """What `xylite tune` asks of a table. A choice is whatever the table's kernels leave open; any
+    two of them compute the same. How candidates are compared is in xylite/tune.py."""
+
+    @property
+    def path(self) -> Path:
+        """The file that keeps what was chosen, and that the next start reads."""
+        ...
+
+    def format_of(self, weight: Any) -> str:
+        """How a weight leaf is stored, in a word."""
+        ...
+
+    def buckets(self, product: Product) -> Sequence[tuple[int, int]]:
+        """Ranges (first, last) of numbers of rows that have a choice of their own, small ones
+        first; last 0 = all that are more."""
+        ...
+
+    def candidates(self, product: Product, bucket: tuple[int, int]) -> Sequence[Any]:
+        """Choices to try; the first is what is used if nothing was measured."""
+        ...
+
+    def near(self, product: Product, choice: Any) -> Sequence[Any]:
+        """More to try, once this one was the fastest."""
+        ...
+
+    def seconds(self, product: Product, bucket: tuple[int, int], choice: Any) -> float:
+        """Time of one call now; infinite if the choice cannot be compiled here or computes
+        something else."""
+        ...
+
+    def describe(self, choice: Any) -> str:
+        """The choice in a few characters."""
+        ...
+
+    def keep(self, product: Product, bucket: tuple[int, int], choice: Any | None) -> None:
+        """Write the choice to the file; None: what is used without one. OSError if it cannot be."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """The functions of one device. All are pure but for leaves that are said to be consumed.
@@ -242,6 +303,7 @@ class Ops:
                                   is called as pack_linear is, and `linear` takes its leaf
     stored_packers                quantised formats of files that can be kept as they are, by the
                                   file's name for them: (raw rows [N, bytes] uint8, gated) -> leaf
+    tuner                         measures what the linear layers leave open; None: nothing
     """
 
     name: str
@@ -266,6 +328,7 @@ class Ops:
     invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     stored_packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    tuner: Tuner | None = None
 
 
 def load(device: str) -> Ops:

@@ -12,7 +12,6 @@ the tasks and the threads are; and how a dtype is multiplied is chosen once, not
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +39,7 @@ from xylite.kernels_cpu.packed import (
     address,
     plain,
 )
+from xylite.kernels_cpu.tuner import BlockTuner
 from xylite.ops import (
     Activation,
     AttentionKind,
@@ -66,10 +66,10 @@ Packed = PackedLinear | PackedQuant
 class _Table:
     """The ops of one table: kernels, the choice of arithmetic, memory of weights."""
 
-    def __init__(self, kernels: Kernels, kinds: Mapping[torch.dtype, int], blocks: tuning.Blocks):
+    def __init__(self, kernels: Kernels, measured: tuning.Tuning):
         self.kernels = kernels
-        self.kinds = kinds
-        self.packer = Packer(kernels, kinds, blocks)
+        self.kinds = kinds = kinds_of(measured.dot)
+        self.packer = Packer(kernels, kinds, measured)
         self._advised: set[int] = set()
         # What the attention kernel multiplies with the keys of a dtype.
         self.q_types = {
@@ -295,52 +295,16 @@ def table(index: int) -> Ops:
         return dataclasses.replace(reference.TABLE, name="cpu")
     threads = max(1, min(torch.get_num_threads(), config.cpu_threads()))
     kernels = Kernels(path, threads=threads)
-    measured = tuning.at_start(kernels, tuned_path(path, cache), has_dot=isa in HAS_DOT)
+    tuned_path = cache / f"{path.stem}.json"
+    measured = tuning.at_start(kernels, tuned_path, has_dot=isa in HAS_DOT)
     log.info(
-        "CPU kernels: %s, %d threads, bf16 products by %s",
+        "CPU kernels: %s, %d threads, bf16 products by %s, %s",
         isa,
         threads,
         "dot product" if measured.dot else "widening to float32",
+        f"{len(measured.blocks)} measured cache blocks" if measured.blocks else "not tuned",
     )
-    return table_of(kernels, isa, measured)
-
-
-def tuned_path(library: Path, cache: Path) -> Path:
-    """Where what is measured with a library is kept."""
-    return cache / f"{library.stem}.json"
-
-
-def tune(weights: Any) -> tuple[Path, tuning.Tuning]:
-    """Measure cache blocks for every shape in a tree of packed weights; used from the next start.
-
-    weights  Params that this machine's table packed
-    returns  the file and what it holds now
-    """
-    isa = build.instruction_sets()[0]
-    cache = Path(config.cache_dir()) / "kernels"
-    library = build.library(isa, cache)
-    path = tuned_path(library, cache)
-    kernels = Kernels(library, threads=max(1, min(torch.get_num_threads(), config.cpu_threads())))
-    held = tuning.at_start(kernels, path, has_dot=isa in HAS_DOT)
-    packer = Packer(kernels, kinds_of(held.dot))
-    shapes = {(w.n, w.k): w for w in _packed(weights) if not w.experts}
-    blocks = dict(held.blocks)
-    for shape, w in shapes.items():
-        blocks = {k: v for k, v in blocks.items() if k[:2] != shape} | packer.tune(w)
-    found = tuning.Tuning(held.dot, blocks)
-    tuning.save(path, found)
-    return path, found
-
-
-def _packed(node: Any) -> Iterator[Packed]:
-    if isinstance(node, Packed):
-        yield node
-    elif dataclasses.is_dataclass(node):
-        for f in dataclasses.fields(node):
-            yield from _packed(getattr(node, f.name))
-    elif isinstance(node, tuple | list):
-        for child in node:
-            yield from _packed(child)
+    return table_of(kernels, isa, measured, tuned_path)
 
 
 def kinds_of(dot: bool) -> dict[torch.dtype, int]:
@@ -352,9 +316,11 @@ def kinds_of(dot: bool) -> dict[torch.dtype, int]:
     }
 
 
-def table_of(kernels: Kernels, isa: str, measured: tuning.Tuning) -> Ops:
-    """The table over given kernels."""
-    own = _Table(kernels, kinds_of(measured.dot), measured.blocks)
+def table_of(
+    kernels: Kernels, isa: str, measured: tuning.Tuning, tuned_path: Path | None = None
+) -> Ops:
+    """The table over given kernels; tuned_path: where a tuner keeps what it measures."""
+    own = _Table(kernels, measured)
     device: Any = dataclasses.replace(
         reference.TABLE.device,
         arch=isa,
@@ -380,4 +346,5 @@ def table_of(kernels: Kernels, isa: str, measured: tuning.Tuning) -> Ops:
         sample=own.sample,
         packers={"int8": own.packer.quantize, "int4": own.packer.quantize_int4},
         stored_packers={kind: partial(own.packer.pack_gguf, kind) for kind in GGUF},
+        tuner=BlockTuner(own.packer, tuned_path, measured.dot) if tuned_path else None,
     )

@@ -1,7 +1,8 @@
 """How much a data type or quantisation changes what the model says.
 
-    python -m bench.quality [--variant float32 auto int8] [--text sonnets gsm8k humaneval]
+    python -m bench.quality [--variant bfloat16 auto int8] [--text sonnets gsm8k humaneval]
         [--model DIRECTORY] [--output FILE]
+    python -m bench.quality --render
 
 perplexity   of each text, in sliding windows through the engine: a token is scored once, with at
              least window - stride tokens before it (but for a text's beginning)
@@ -9,27 +10,45 @@ top-1        share of these positions at which the most likely token is the firs
 continued    tokens of greedy answers until they differ from the first variant's, and the share
              of answers that never do
 
-The first variant is what the others are compared with: float32 unless told otherwise.
+The first variant is what the others are compared with: bfloat16 unless told otherwise. auto keeps
+the quantised weights of a GGUF file, such as the demo model's; float32 and bfloat16 dequantise
+them; int8 and int4 quantise what bfloat16 computes with.
+
+--render writes README's table from bench/results/quality.json.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from bench.compare import machine
-from bench.compare.peers import ROOT, VARIANTS, missing_format
+from bench.compare.peers import ROOT
 from xylite import EngineConfig, SamplingParams, TextEngine
+from xylite.errors import ConfigError
 from xylite.text_engine import TextLogprob
 
+VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "auto": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
 TEXTS: Final = ROOT / "bench" / "traces" / "texts"
+RESULT: Final = ROOT / "bench" / "results" / "quality.json"
+README: Final = ROOT / "README.md"
+BEGIN, END = "<!-- quality -->\n", "<!-- /quality -->"
+ALL: Final = "all"  # texts together
 PROMPT_TOKENS: Final = 64  # of a text's window that a greedy answer continues
 
 
@@ -82,7 +101,7 @@ async def score(engine: TextEngine, ids: Sequence[int], window: int, stride: int
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     found: list[Scored] = []
     for start, end, first in windows(len(ids), window, stride):
-        entries: tuple[TextLogprob | None, ...] | None = None
+        entries: Sequence[TextLogprob | None] | None = None
         async for event in engine.generate(ids[start:end], params):
             if event.error is not None:
                 raise event.error
@@ -129,7 +148,7 @@ async def answers(variant: str, args: argparse.Namespace) -> Answers:
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        **VARIANTS[variant][1],
+        **VARIANTS[variant],
     }
     async with TextEngine(EngineConfig(**settings)) as engine:
         texts = {
@@ -157,14 +176,17 @@ def compared(ours: Answers, first: Answers) -> dict[str, Any]:
     """The figures of one variant against the first one."""
     lengths = [common(a, b) for a, b in zip(ours.continued, first.continued, strict=True)]
     whole = [n == len(answer) for n, answer in zip(lengths, first.continued, strict=True)]
+    mine, theirs = dict(ours.positions), dict(first.positions)
+    if len(mine) > 1:
+        mine[ALL], theirs[ALL] = (sum(x.values(), list[Scored]()) for x in (mine, theirs))
     texts = {
         name: {
             "perplexity": round(perplexity(positions), 4),
-            "ratio": round(perplexity(positions) / perplexity(first.positions[name]), 5),
-            "top1": round(agreement(positions, first.positions[name]), 4),
+            "ratio": round(perplexity(positions) / perplexity(theirs[name]), 5),
+            "top1": round(agreement(positions, theirs[name]), 4),
             "tokens": len(positions),
         }
-        for name, positions in ours.positions.items()
+        for name, positions in mine.items()
     }
     return {
         "texts": texts,
@@ -195,6 +217,49 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def markdown(result: Mapping[str, Any]) -> str:
+    """README's table: a row for each variant over all texts, and where it comes from."""
+    first = result["compared_with"]
+    lines = [
+        f"| setting | perplexity | against {first} | same most likely token "
+        "| greedy answers agree for |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    tokens = 0
+    for variant, found in result["variants"].items():
+        whole = found["texts"].get(ALL) or next(iter(found["texts"].values()))
+        tokens = whole["tokens"]
+        flags = " ".join(f"--{k} {v}" for k, v in found["settings"].items())
+        cells = [f"`{flags}`" if flags else variant, f"{whole['perplexity']:.2f}"]
+        if variant != first:
+            cells += [
+                f"{whole['ratio'] - 1:+.1%}",
+                f"{whole['top1']:.1%}",
+                f"{found['continued_mean']:g} of {result['new_tokens']} tokens",
+            ]
+        lines.append("| " + " | ".join(cells) + " |" * (6 - len(cells)))
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    cpu = f"{result['machine']['cpu']} ({', '.join(result['machine']['flags'])})"
+    return "\n".join(lines) + (
+        f"\n\nModel {result['model']}: {tokens:,} tokens of {', '.join(result['texts'])} in "
+        f"windows of {result['window']}, {result['prompts']} greedy answers. "
+        f"`{result['command']}`, {result['date'].partition('T')[0]}, "
+        f"commit {result['commit'] or 'unknown'}, {cpu}, {versions}.\n"
+    )
+
+
+def with_quality(text: str, result: Mapping[str, Any]) -> str:
+    """README's text with this result's table."""
+    assert text.count(BEGIN) == text.count(END) == 1, "README has no place for the table"
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{markdown(result)}{END}{rest.partition(END)[2]}"
+
+
+def _without_folder(word: str) -> str:
+    """A path of this machine's last name; other words as they are."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.quality",
@@ -202,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     known = sorted(p.stem for p in TEXTS.glob("*.jsonl"))
     add = parser.add_argument
-    add("--variant", nargs="+", choices=VARIANTS, default=["float32", "auto", "int8"])
+    add("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     add("--text", nargs="+", choices=known, default=known)
     add("--model", type=Path, help="default: the demo model")
     add("--window", type=int, default=1024)
@@ -211,34 +276,50 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, default=24, help="greedy answers")
     add("--new-tokens", type=int, default=64, help="of each answer")
     add("--output", type=Path, help="JSON file")
+    add("--render", action="store_true", help="only write README's table from the last result")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0; 2 if no variant is there."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
+    if args.render:
+        README.write_text(with_quality(README.read_text(), json.loads(RESULT.read_text())))
+        return 0
     if not 1 <= args.stride < args.window:
         parser.error(f"--stride must be in [1, window - 1 = {args.window - 1}], got {args.stride}")
     found: dict[str, Answers] = {}
     for variant in args.variant:
-        why = missing_format(variant)
-        if why is not None:
-            print(f"left out: {variant}: {why}", file=sys.stderr)
-            continue
         start = time.perf_counter()
-        found[variant] = asyncio.run(answers(variant, args))
+        try:
+            found[variant] = asyncio.run(answers(variant, args))
+        except ConfigError as e:
+            if e.param != "quantization":
+                raise
+            print(f"left out: {variant}: {e}", file=sys.stderr)
+            continue
         print(f"{variant}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if not found:
         return 2
     first = next(iter(found.values()))
-    figures = {variant: compared(a, first) for variant, a in found.items()}
+    figures = {
+        variant: {"settings": VARIANTS[variant], **compared(a, first)}
+        for variant, a in found.items()
+    }
     print(table(figures))
     if args.output is not None:
         result = {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": "python -m bench.quality " + shlex.join(map(_without_folder, words)),
             "model": args.model.name if args.model else "demo",
+            "texts": args.text,
             "window": args.window,
             "stride": args.stride,
+            "prompts": args.prompts,
+            "new_tokens": args.new_tokens,
+            "versions": {n: metadata.version(n) for n in ("xylite", "torch", "numpy")},
             "commit": machine.commit(ROOT),
             "machine": machine.describe(),
             "compared_with": next(iter(found)),

@@ -29,6 +29,13 @@ def test_quantization_packs_the_weights_in_that_format(tmp_path):
     assert packed < 0.6 * plain
 
 
+def test_the_vocabulary_is_packed_in_8_bits_where_other_weights_take_4(tmp_path):
+    params = parts(tmp_path, quantization="int4").executor.model.params
+    assert params.embed.format.bits == 8
+    layer = params.layers[0]
+    assert {w.format.bits for w in (layer.qkv, layer.out, layer.gate_up, layer.down)} == {4}
+
+
 def test_quantization_that_the_device_does_not_have_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'awq' is not there on cpu .*int8"):
         parts(tmp_path, quantization="awq")

@@ -72,6 +72,7 @@ def load(
     dtype: torch.dtype,
     *,
     keep_stored: bool = False,
+    pack_vocab: Callable[..., Any] | None = None,
     max_len: int | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -82,6 +83,7 @@ def load(
                  as they dequantise, which bfloat16 would round first.
     keep_stored  a linear weight or embedding whose tensors are all of one quantised kind that the
                  table takes (`Ops.stored_packers`) keeps its bits; only the others become `dtype`
+    pack_vocab   packs the embedding and the head; None = `ops.pack_linear` does, as all others
     max_len      positions of the rotary table; None = the model's own maximum
     progress     show a bar on stderr; None = if that is a terminal
     raises       ConfigError naming the file and the tensor that is missing, unknown, of another
@@ -117,7 +119,9 @@ def load(
                 if source.heads:
                     rows.copy_(_in_halves(rows, source.heads))
                 at += t.shape[0]
-            return _placed(leaf, made, ops, kind)
+            if kind is not None:
+                return _placed(leaf, made, ops, ops.stored_packers[kind])
+            return _placed(leaf, made, ops, pack_vocab if _of_vocab(leaf) else None)
 
         params = tree.map(make, abstract)
     params = _with_tables(params, spec, family, ops, max_len)
@@ -140,9 +144,13 @@ def random_params(
     dtype: torch.dtype,
     seed: int = 0,
     *,
+    pack_vocab: Callable[..., Any] | None = None,
     max_len: int | None = None,
 ) -> Any:
-    """Params with random values, the same for the same seed: for speed tests and unit tests."""
+    """Params with random values, the same for the same seed: for speed tests and unit tests.
+
+    Other arguments as in `load`.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def make(leaf: Leaf) -> Any:
@@ -151,7 +159,8 @@ def random_params(
             made = 1 + 0.1 * made
         else:
             made *= leaf.shape[-1] ** -0.5
-        return _placed(leaf, made.to(_leaf_dtype(leaf, ops, dtype)), ops)
+        made = made.to(_leaf_dtype(leaf, ops, dtype))
+        return _placed(leaf, made, ops, pack_vocab if _of_vocab(leaf) else None)
 
     params = tree.map(make, family.abstract(spec))
     return _with_tables(params, spec, family, ops, max_len)
@@ -212,16 +221,17 @@ def _quantised(kept: Mapping[str, int], cast: Mapping[str, int], dtype: torch.dt
     return "; ".join(f"{kinds} {what}" for kinds, what in both if kinds)
 
 
-def _placed(leaf: Leaf, made: Tensor, ops: Ops, kind: str | None = None) -> Any:
-    """The leaf on the device, packed if it is a weight.
+def _of_vocab(leaf: Leaf) -> bool:
+    return leaf.axes[0] == "vocab"
 
-    made  its values; with a kind: its rows as a file of that kind stores them
-    """
+
+def _placed(leaf: Leaf, made: Tensor, ops: Ops, pack: Callable[..., Any] | None) -> Any:
+    """The leaf on the device, packed if it is a weight; `ops.pack_linear` packs where `pack` is
+    None."""
     made = made.to(ops.device.torch_device)
     if leaf.role not in _PACKED:
         return made
-    pack = ops.pack_linear if kind is None else ops.stored_packers[kind]
-    return pack(made, gated=leaf.role == "gated")
+    return (pack or ops.pack_linear)(made, gated=leaf.role == "gated")
 
 
 def _with_tables(

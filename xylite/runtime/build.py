@@ -7,10 +7,11 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -36,6 +37,9 @@ TARGET_STEP_S = 0.1
 MIN_BUDGET, MAX_BUDGET = 64, 8192
 MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_QUEUE = 64
+# How the embedding and the head are packed where it is not as the other weights: in 4 bits they
+# cost SmolLM2 7 % of perplexity, all others together half a percent (bench.quality).
+VOCAB_FORMATS: Final[Mapping[str, str]] = {"int4": "int8"}
 
 _log = logging.getLogger(__name__)
 
@@ -177,10 +181,21 @@ def _params(
     described  of `models.describe`
     """
     family, spec = described
+    pack_vocab = table.packers.get(VOCAB_FORMATS.get(config.quantization or "", ""))
     if config.load_format == "dummy":
-        return weights.random_params(spec, family, table, dtype, config.seed, max_len=max_len)
-    keep = config.dtype == "auto" and config.quantization is None
-    return weights.load(checkpoint, spec, family, table, dtype, keep_stored=keep, max_len=max_len)
+        return weights.random_params(
+            spec, family, table, dtype, config.seed, pack_vocab=pack_vocab, max_len=max_len
+        )
+    return weights.load(
+        checkpoint,
+        spec,
+        family,
+        table,
+        dtype,
+        keep_stored=config.dtype == "auto" and config.quantization is None,
+        pack_vocab=pack_vocab,
+        max_len=max_len,
+    )
 
 
 def _draft_parts(

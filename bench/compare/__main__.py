@@ -1,8 +1,9 @@
 """xylite and other engines by turns, on the same machine, weights and workloads.
 
-    python -m bench.compare [--only offline|online|start] [--repeats 3] [--quick]
+    python -m bench.compare [--only start|offline|online|speculation] [--repeats 3] [--quick]
         [--variant auto|float32|int8 ...] [--transformers-python PYTHON]
         [--vllm-python PYTHON] [--llama-server FILE --llama-gguf PRECISION=FILE ...]
+        [--ct2-python PYTHON --ct2-model DIR] [--speculative-config JSON ...]
 
 Prints medians, and ratios of medians with the least and greatest ratio of a repeat; writes
 everything as JSON to bench/results/. Engines that are not there are left out, and it is said why.
@@ -24,7 +25,7 @@ from bench.compare.online import LOADS, Load
 from bench.compare.peers import ROOT, Engine
 
 RESULTS: Final = ROOT / "bench" / "results"
-PARTS: Final = ("start", "offline", "online")
+PARTS: Final = ("start", "offline", "online", "speculation")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +61,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--llama-server", type=Path)
     add("--llama-gguf", action="append", default=[], metavar="PRECISION=FILE")
     add("--llama-args", default="-fa off", help="words for llama.cpp")
+    add("--ct2-python", type=Path, help="where ctranslate2 is; with --ct2-model")
+    add("--ct2-model", type=Path, help="directory that its converter made of the model")
+    add("--ct2-type", action="append", help="default: float32 and int8_float32")
     add("--no-peers", action="store_true", help="xylite's variants only")
     add("--threads", type=int, default=0, help="0: all cores")
     add("--prefill", type=int, nargs="*", default=[512, 2048], metavar="TOKENS")
     add("--decode", type=int, nargs="*", default=[1, 8, 32], metavar="BATCH")
     add("--new-tokens", type=int, help="per sequence; default: 128 offline, the trace's online")
+    add(
+        "--speculative-config",
+        action="append",
+        type=_drafter,
+        metavar="JSON",
+        help="default: ngram",
+    )
+    add("--workloads", nargs="*", choices=plan.WORKLOADS, default=plan.WORKLOADS, help="of drafts")
+    add("--at-once", type=int, nargs="*", default=[1, 8, 32], help="requests, with drafts")
     add("--requests", type=int, help="per online workload; default: 8, 40, 12, 64")
     add("--noise", type=float, default=0.08, help="cores others may use in a clean run")
     add("--tries", type=int, default=3, help="runs at most to get a clean one")
@@ -73,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--logs", type=Path, help="folder for the engines' logs; default: a temporary one")
     add("--output", type=Path, help="JSON file; default: by date in bench/results")
     return parser
+
+
+def _drafter(text: str) -> Mapping[str, Any]:
+    """A --speculative-config; ValueError makes it a usage error."""
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise ValueError(text)
+    return config
 
 
 def _demo_model(path: Path) -> Path:
@@ -84,6 +105,10 @@ def _demo_model(path: Path) -> Path:
 def engines(args: argparse.Namespace, model: Path) -> list[Engine]:
     """xylite's variants and the peers that were named, available or not."""
     found = [peers.xylite(v, model, args.threads) for v in args.variant or peers.VARIANTS]
+    if "speculation" in (args.only or PARTS):
+        configs = args.speculative_config or [{"method": "ngram"}]
+        named = [e for e in found if args.variant or e.name == "xylite auto"]
+        found += [peers.drafting(plain, config) for plain in named for config in configs]
     if args.no_peers:
         return found
     dtypes = args.transformers_dtype or ["bfloat16"]
@@ -92,6 +117,11 @@ def engines(args: argparse.Namespace, model: Path) -> list[Engine]:
         for words in args.vllm_args or [""]:
             options = shlex.split(words)
             found.append(peers.vllm(args.vllm_python, model, args.threads, options))
+    if args.ct2_python is not None:
+        if args.ct2_model is None:
+            raise SystemExit("--ct2-python needs --ct2-model")
+        for compute_type in args.ct2_type or ["float32", "int8_float32"]:
+            found.append(peers.ctranslate2(args.ct2_python, args.ct2_model, compute_type))
     for pair in args.llama_gguf:
         precision, sign, file = pair.partition("=")
         if not sign or args.llama_server is None:
@@ -152,7 +182,8 @@ def _check(setting: plan.Setting, named: Sequence[Engine], parts: Sequence[str])
     lacking: dict[str, str] = {}
     for engine in named:
         why = engine.available()
-        if why is None and "offline" in parts and (engine.child or engine.tools):
+        part = "offline" if engine.baseline is None else "speculation"
+        if why is None and part in parts and (engine.child or engine.tools):
             why = plan.check_child(setting, engine)
         if why is None and {"online", "start"} & set(parts) and engine.server is not None:
             why = plan.check_start(setting, engine)
@@ -175,11 +206,20 @@ def _measure(
             plan.run_start(setting, servers, repeat)
     if "offline" in parts:
         cases = offline.cases(args.prefill, args.decode, new or (32 if args.quick else 128))
-        able = [e for e in ready if e.child is not None or e.tools is not None]
-        result["versions"] = plan.run_offline(setting, able, cases)
+        able = [e for e in ready if e.baseline is None and (e.child or e.tools)]
+        result["versions"] |= plan.run_offline(setting, able, cases)
     if "online" in parts:
         loads = [_fewer(load, args) for load in LOADS]
         plan.run_online(setting, servers, loads, new)
+    if "speculation" in parts:
+        cases = plan.speculation_cases(
+            args.workloads, args.at_once, new or (32 if args.quick else 96), args.requests
+        )
+        by_name = {e.name: e for e in ready}
+        for engine in (e for e in ready if e.baseline in by_name):
+            assert engine.baseline is not None
+            told = plan.run_speculation(setting, by_name[engine.baseline], engine, cases)
+            result["versions"][engine.name] = told
 
 
 def _fewer(load: Load, args: argparse.Namespace) -> Load:
@@ -195,6 +235,7 @@ def _described(engine: Engine) -> Mapping[str, Any]:
         "name": engine.name,
         "precision": engine.precision,
         "is_ours": engine.is_ours,
+        "baseline": engine.baseline,
         "settings": dict(engine.settings),
         "server": " ".join(map(_without_folder, engine.server or ())),
         "env": {

@@ -5,8 +5,8 @@ Only the standard library, because children run in other engines' environments t
     {"prefill": N}                              one prompt of N tokens, its first token
     {"decode": B, "context": C, "new": T}       B prompts of C tokens at once, T tokens of each
 
-A child answers {"ready": versions} when its model is loaded, and {"tok_s": X} to each case; a case
-that fails ends it.
+A child answers {"ready": versions} when its model is loaded, and {"tok_s": X} to each case, or what
+figures its cases have; a case that fails ends it.
 """
 
 import importlib
@@ -16,9 +16,10 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 Prompts = list[list[int]]
+M = TypeVar("M")
 
 
 class Model(Protocol):
@@ -50,17 +51,23 @@ def prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
     return [rng.choices(range(300, vocab_size), k=length) for _ in range(count)]
 
 
-def answer(model: Model, case: dict[str, int], seed: int) -> float:
+def answer(model: Model, case: dict[str, int], seed: int) -> dict[str, float]:
     """Tokens per second of a case."""
     if "prefill" in case:
         (prompt,) = prompts(seed, 1, case["prefill"], model.vocab_size)
-        return case["prefill"] / model.prefill(prompt)
+        return {"tok_s": case["prefill"] / model.prefill(prompt)}
     batch = prompts(seed, case["decode"], case["context"], model.vocab_size)
-    return model.decode(batch, case["new"])
+    return {"tok_s": model.decode(batch, case["new"])}
 
 
-def serve(load: Callable[[Start], tuple[Model, dict[str, str]]]) -> None:
-    """Loads the model that argv[1] (JSON of Start) names and answers cases until stdin ends."""
+def serve(
+    load: Callable[[Start], tuple[M, dict[str, str]]],
+    answer: Callable[[M, dict[str, Any], int], dict[str, float]] = answer,
+) -> None:
+    """Loads the model that argv[1] (JSON of Start) names and answers cases until stdin ends.
+
+    answer  a case's figures, from the model, the case, and a number that no other case has
+    """
     # Libraries print to stdout; the answers keep a pipe of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -68,7 +75,7 @@ def serve(load: Callable[[Start], tuple[Model, dict[str, str]]]) -> None:
     print(json.dumps({"ready": versions}), file=answers)
     for seed, line in enumerate(sys.stdin):
         case = json.loads(line)
-        print(json.dumps({"tok_s": answer(model, case, seed)}), file=answers)
+        print(json.dumps(answer(model, case, seed)), file=answers)
 
 
 def version(*modules: str) -> dict[str, str]:

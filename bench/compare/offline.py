@@ -20,12 +20,12 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One offline workload; `asked` is what child.py's protocol calls it."""
+    """One offline workload; `asked` is what the child's protocol calls it."""
 
     name: str
-    asked: Mapping[str, int]
+    asked: Mapping[str, Any]
 
-    def warm_up(self) -> dict[str, int]:
+    def warm_up(self) -> dict[str, Any]:
         """The same shapes with few new tokens."""
         return {k: min(v, 4) if k == "new" else v for k, v in self.asked.items()}
 
@@ -38,20 +38,22 @@ def cases(prefills: list[int], batches: list[int], new: int) -> list[Case]:
     ]
 
 
-Measure = Callable[[Mapping[str, int]], float]
+Figures = dict[str, float]
+Measure = Callable[[Mapping[str, Any]], Figures]
 
 
 @contextmanager
 def session(
     engine: Engine, model: Path, threads: int, log: Path
 ) -> Iterator[tuple[Measure, dict[str, str]]]:
-    """A function from a case to tokens per second, and versions; each case is warmed up by a
-    first call that nobody counts (the caller's business). The process ends with the block."""
+    """A function from a case to its figures, and versions; each case is warmed up by a first call
+    that nobody counts (the caller's business). The process ends with the block."""
     env = engine.environment(threads)
     if engine.child is None:
         yield (lambda asked: _tool(engine, asked, env)), _tool_version(engine, env)
         return
-    start = {"model": str(model), "settings": dict(engine.settings), "threads": threads}
+    weights = str(engine.weights or model)
+    start = {"model": weights, "settings": dict(engine.settings), "threads": threads}
     with log.open("ab") as errors:
         child = subprocess.Popen(
             [*engine.child, json.dumps(start)],
@@ -65,14 +67,14 @@ def session(
         try:
             versions = _answer(child, engine, log)["ready"]
 
-            def measure(asked: Mapping[str, int]) -> float:
+            def measure(asked: Mapping[str, Any]) -> Figures:
                 assert child.stdin is not None
                 try:
                     child.stdin.write(json.dumps(dict(asked)) + "\n")
                     child.stdin.flush()
                 except BrokenPipeError:
                     raise EngineFailed(f"{engine.name} ended:\n{tail(log)}") from None
-                return _answer(child, engine, log)["tok_s"]
+                return _answer(child, engine, log)
 
             yield measure, versions
         finally:
@@ -110,14 +112,14 @@ def tail(log: Path, lines: int = 8) -> str:
 # llama.cpp's own tools
 
 
-def _tool(engine: Engine, asked: Mapping[str, int], env: dict[str, str]) -> float:
+def _tool(engine: Engine, asked: Mapping[str, int], env: dict[str, str]) -> Figures:
     """Tokens per second as llama-bench (prefill) or llama-batched-bench (decode) has it."""
     assert engine.tools is not None
     common = ("-m", str(engine.weights), *engine.options)
     if "prefill" in asked:
         words = ("-p", str(asked["prefill"]), "-n", "0", "-r", "1", "-o", "json")
         printed = _run([str(engine.tools / "llama-bench"), *common, *words], engine, env)
-        return json.loads(printed)[0]["avg_ts"]
+        return {"tok_s": json.loads(printed)[0]["avg_ts"]}
     batch, context, new = asked["decode"], asked["context"], asked["new"] - 1
     threads = engine.options[engine.options.index("-t") + 1]
     words = (
@@ -126,7 +128,7 @@ def _tool(engine: Engine, asked: Mapping[str, int], env: dict[str, str]) -> floa
     )
     printed = _run([str(engine.tools / "llama-batched-bench"), *common, *words], engine, env)
     rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    return rows[-1]["speed_tg"]
+    return {"tok_s": rows[-1]["speed_tg"]}
 
 
 def _tool_version(engine: Engine, env: dict[str, str]) -> dict[str, str]:

@@ -31,10 +31,12 @@ class Engine:
     precision  class of its weights; xylite is compared with peers of the same: float32, bf16,
                int8 (8 bits in any form) or int4
     is_ours    a variant of xylite
+    baseline   engine that this one is compared with, instead of peers: the same without drafts
     child      command of an offline child (see child.py), without the JSON of its start
     settings   what that child is told
+    weights    its own form of the model: llama.cpp's file, CTranslate2's directory
     tools      llama.cpp's folder, if it is measured offline by llama-bench and
-               llama-batched-bench, and `weights` its file
+               llama-batched-bench
     server     command of a server; {port} is filled in
     env        added to the environment
     lacking    why it cannot run; None if it can
@@ -43,6 +45,7 @@ class Engine:
     name: str
     precision: str
     is_ours: bool = False
+    baseline: str | None = None
     child: tuple[str, ...] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: Path | None = None
@@ -94,6 +97,24 @@ def xylite(variant: str, model: Path, threads: int) -> Engine:
         settings=common | dict(settings),
         server=server,
         lacking=missing_format(variant),
+    )
+
+
+def drafting(plain: Engine, config: Mapping[str, Any]) -> Engine:
+    """A variant of xylite with drafts, offline: its child answers with and without them.
+
+    config  as --speculative-config takes it
+    """
+    method = config.get("method") or ("draft_model" if "model" in config else "ngram")
+    length = config.get("num_speculative_tokens")
+    return Engine(
+        name=" ".join([plain.name, method, *([] if length is None else [str(length)])]),
+        precision=plain.precision,
+        is_ours=True,
+        baseline=plain.name,
+        child=(sys.executable, "-m", "bench.compare.child_speculation"),
+        settings={**plain.settings, "speculative_config": dict(config)},
+        lacking=plain.lacking,
     )
 
 
@@ -179,6 +200,23 @@ def preloads(python: Path) -> list[str]:
         python.parent.parent / "lib" / "libiomp5.so",
     ]
     return [str(p) for p in places if p.exists()]
+
+
+def ctranslate2(python: Path, converted: Path, compute_type: str) -> Engine:
+    """CTranslate2 in the environment of `python`; offline only.
+
+    converted     directory that its converter made of the model
+    compute_type  float32, or int8_float32: 8-bit products, the rest in float32
+    """
+    absent = None if converted.is_dir() else f"{converted} is not a directory"
+    return Engine(
+        name=f"CTranslate2 {compute_type.partition('_')[0]}",
+        precision=compute_type.partition("_")[0],
+        child=(str(python), "-m", "bench.compare.child_ctranslate2"),
+        settings={"compute_type": compute_type},
+        weights=converted,
+        lacking=absent or _no_module(python, "ctranslate2"),
+    )
 
 
 def llama_cpp(server: Path, gguf: Path, precision: str, threads: int, options: str) -> Engine:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from bench.compare import machine, offline, online
-from bench.compare.offline import Case, EngineFailed
+from bench.compare import machine, offline, online, report
+from bench.compare.offline import Case, EngineFailed, Figures
 from bench.compare.online import Load
 from bench.compare.peers import Engine
 from bench.compare.report import number
 
-Figures = dict[str, float]
+WORKLOADS: Final = ("edit", "quote", "json", "chat", "random")
 
 
 class Disturbed(Exception):
@@ -118,11 +118,59 @@ def run_offline(
                 for case in cases:
 
                     def run(case: Case = case, measure: offline.Measure = measure) -> Figures:
-                        return {"tok_s": measure(case.asked)}
+                        return measure(case.asked)
 
                     if engine.tools is None:  # llama.cpp's tools warm up by themselves
                         measure(case.warm_up())
                     setting.recorder.take(engine.name, case.name, repeat, run)
+    return versions
+
+
+def speculation_cases(
+    workloads: Sequence[str], at_once: Sequence[int], new: int, requests: int | None = None
+) -> list[Case]:
+    """Requests of each kind, so many at once: twice as many in all, 8 at least."""
+    return [
+        Case(
+            report.DRAFTING_WORKLOAD.format(workload, count),
+            {
+                "workload": workload,
+                "concurrency": count,
+                "number": requests or max(2 * count, 8),
+                "new": new,
+            },
+        )
+        for count in at_once
+        for workload in workloads
+    ]
+
+
+def run_speculation(
+    setting: Setting, plain: Engine, drafting: Engine, cases: Sequence[Case]
+) -> Mapping[str, str]:
+    """Samples with and without drafts, from two engines in one process by turns; its versions.
+
+    Before a case is measured, both answer it once: how long iterations of each size take, which
+    decides how much is drafted, is learnt then.
+    """
+    log = setting.log(drafting, "speculation")
+    versions: dict[str, str] = {}
+    with (
+        setting.recorder.noting_failure(0),
+        offline.session(drafting, setting.model, setting.threads, log) as (measure, told),
+    ):
+        versions |= told
+        for case in cases:
+            for drafts in (0, 1):
+                measure({**case.asked, "drafts": drafts})
+            for repeat in range(setting.repeats):
+                for drafts in (0, 1) if repeat % 2 == 0 else (1, 0):
+
+                    def run(asked: Mapping[str, Any] = {**case.asked, "drafts": drafts}) -> Figures:
+                        return measure(asked)
+
+                    name = drafting.name if drafts else plain.name
+                    setting.recorder.take(name, case.name, repeat, run)
     return versions
 
 
@@ -188,10 +236,13 @@ def check_start(setting: Setting, engine: Engine) -> str | None:
 
 def check_child(setting: Setting, engine: Engine) -> str | None:
     """The same for its offline child."""
+    asked = offline.WARM_UP
+    if engine.baseline is not None:
+        asked = {**speculation_cases(["random"], [1], 4, 1)[0].asked, "drafts": 1}
     try:
         log = setting.log(engine, "offline")
         with offline.session(engine, setting.model, setting.threads, log) as (measure, _):
-            measure(offline.WARM_UP)
+            measure(asked)
             return None
     except (EngineFailed, OSError) as e:
         return str(e)

@@ -1,135 +1,148 @@
-"""README's performance table, and a plot, from the newest result in bench/results.
+"""README's performance tables and plot, from results in bench/results.
 
-    python -m bench.compare.render [--result FILE] [--readme README.md]
+    python -m bench.compare.render [RESULT ...] [--readme README.md] [--plot FILE.svg]
 
-The table goes between the lines `<!-- performance -->` and `<!-- /performance -->`. The plot goes
-beside the result as an SVG file, if matplotlib is installed.
+Without a result it takes all full ones of bench/results by date. Parts that were measured in
+several runs are put together: what an engine did in a workload comes from the last run that has
+it, and each run is named below the tables. Runs on different machines or models do not mix. The
+tables go between the lines `<!-- performance -->` and `<!-- /performance -->`.
 """
 
 import argparse
-import importlib
-import importlib.util
 import json
-import statistics
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.compare import report
+from bench.compare import plot, report
 from bench.compare.peers import ROOT
 
 RESULTS: Final = ROOT / "bench" / "results"
+PLOT: Final = RESULTS / "performance.svg"
 BEGIN, END = "<!-- performance -->\n", "<!-- /performance -->"
-# What the plot shows of each workload; the table has everything.
-PLOTTED: Final = ("tok_s", "ttft_p50_ms", "itl_p99_ms")
+ALIKE: Final = ("cpu", "flags", "cores")  # of machines whose results may stand in one table
 
 
-def newest(folder: Path = RESULTS) -> Path | None:
-    """The newest full result by its date; quick ones do not count."""
+def full_results(folder: Path = RESULTS) -> list[Path]:
+    """The full results of a folder by date; quick ones do not count."""
     dated: list[tuple[str, Path]] = []
     for path in folder.glob("compare-*.json"):
         result = json.loads(path.read_text())
         if not result["quick"]:
             dated.append((result["date"], path))
-    return max(dated)[1] if dated else None
+    return [path for _, path in sorted(dated)]
 
 
-def section(result: Mapping[str, Any]) -> str:
-    """The table with what it was measured on."""
-    machine, versions = result["machine"], result["versions"]
-    told = sorted(
-        {f"{k} {v}" for found in versions.values() for k, v in found.items() if k != "xylite"}
-    )
-    noisy = sum(not s["clean"] for s in result["samples"])
-    repeats = 1 + max(s["repeat"] for s in result["samples"])
-    about = [
-        f"Medians of {repeats} run{'s' * (repeats > 1)} by turns, "
-        f"{_plain_date(result['date'])}, commit {result['commit'] or 'unknown'}: "
-        f"{result['model']} on {machine['cores']} cores of {machine['cpu']} "
-        f"({', '.join(machine['flags'])}).",
-        f"Versions: {', '.join(told)}." if told else "",
-        f"{noisy} of {len(result['samples'])} runs were disturbed by other processes."
-        if noisy
-        else "",
-        "Numbers after a workload's name are prompt tokens, batch size or clients.",
+def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result of several, later ones first in line; ValueError if they do not belong together.
+
+    `runs` has, for each of them that gave something, its own fields and the samples it gave.
+    """
+    first = results[0]
+    for other in results[1:]:
+        for name in ("model", "threads"):
+            if other.get(name) != first.get(name):
+                raise ValueError(f"{name} differs: {first.get(name)} and {other.get(name)}")
+        for name in ALIKE:
+            ours, theirs = first["machine"].get(name), other["machine"].get(name)
+            if ours != theirs:
+                raise ValueError(f"the machines differ in {name}: {ours} and {theirs}")
+    last = {(s["engine"], s["workload"]): i for i, r in enumerate(results) for s in r["samples"]}
+    given = [
+        [s for s in r["samples"] if last[s["engine"], s["workload"]] == i]
+        for i, r in enumerate(results)
     ]
-    return report.markdown(result) + "\n" + "\n".join(filter(None, about)) + "\n"
+    engines = {e["name"]: e for r in results for e in r["engines"]}
+    versions = {name: v for r in results for name, v in r["versions"].items()}
+    return {
+        "machine": first["machine"],
+        "model": first["model"],
+        "engines": sorted(engines.values(), key=lambda e: not e["is_ours"]),
+        "versions": versions,
+        "samples": [s for samples in given for s in samples],
+        "runs": [
+            {**r, "samples": samples} for r, samples in zip(results, given, strict=True) if samples
+        ],
+    }
 
 
-def _plain_date(date: str) -> str:
-    return date.partition("T")[0]
+def section(result: Mapping[str, Any], names: Mapping[str, str], picture: str) -> str:
+    """Tables and plot of a merged result, with what each was measured on.
+
+    names    by date of a run: how README calls its file
+    picture  the plot's path as README sees it
+    """
+    machine = result["machine"]
+    versions = {f"{k} {v}" for found in result["versions"].values() for k, v in found.items()}
+    told = sorted(v for v in versions if not v.startswith("xylite "))
+    tables = [report.markdown(result), report.drafts_markdown(result)]
+    about = [
+        f"Medians, measured by turns: {result['model']} on {machine['cores']} cores of "
+        f"{machine['cpu']} ({', '.join(machine['flags'])}).",
+        f"Versions: {', '.join(told)}." if told else "",
+        "Numbers after a workload's name are prompt tokens, batch size or clients; in brackets the "
+        "least and greatest ratio of a turn.",
+    ]
+    runs = [_run(run, names.get(run["date"], "")) for run in result["runs"]]
+    image = f"![Medians of each workload as bars, from the same results]({picture})\n"
+    return "\n".join([*filter(None, tables), image, *filter(None, about), "", *runs, ""])
 
 
-def with_performance(text: str, result: Mapping[str, Any]) -> str:
-    """README's text with this result's section; ValueError if it has no place for one."""
+def _run(run: Mapping[str, Any], name: str) -> str:
+    """A line on what one run gave."""
+    samples = run["samples"]
+    repeats = 1 + max(s["repeat"] for s in samples)
+    noisy = sum(not s["clean"] for s in samples)
+    disturbed = f"; {noisy} of {len(samples)} runs were disturbed by other processes"
+    return (
+        f"- {name + ', ' if name else ''}{run['date'].partition('T')[0]}, "
+        f"commit {run['commit'] or 'unknown'}, {repeats} turn{'s' * (repeats > 1)}: "
+        f"{', '.join(report.order(samples, 'engine'))} in "
+        f"{', '.join(report.order(samples, 'workload'))}{disturbed if noisy else ''}."
+    )
+
+
+def with_performance(text: str, written: str) -> str:
+    """README's text with a section; ValueError if it has no place for one."""
     if BEGIN not in text or END not in text:
         raise ValueError(f"there is no place for the table: {BEGIN.strip()} and {END} are missing")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{section(result)}{END}{after}"
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of the medians, one panel for each workload and figure, whiskers from least to most."""
-    samples = result["samples"]
-    panels = [
-        (workload, figure)
-        for figure in PLOTTED
-        for workload in report.order(samples, "workload")
-        if any(s["workload"] == workload and figure in s["figures"] for s in samples)
-    ]
-    columns = 4
-    rows = -(-len(panels) // columns)
-    names = [e["name"] for e in result["engines"]]
-    # Imported here: the table needs no plots.
-    drawn = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(3.2 * columns, (0.8 + 0.28 * len(names)) * rows), layout="constrained"
-    )
-    axes = drawn.subplots(rows, columns, squeeze=False)
-    for axis, (workload, figure) in zip(axes.flat, panels):
-        title, more = report.FIGURES[figure]
-        axis.set_title(f"{workload}: {title} ({'more' if more else 'less'} is better)", fontsize=7)
-        for place, engine in enumerate(reversed(result["engines"])):
-            got = list(report.values(samples, engine["name"], workload, figure).values())
-            if got:
-                middle = statistics.median(got)
-                whiskers = [[middle - min(got)], [max(got) - middle]]
-                color = "tab:blue" if engine["is_ours"] else "tab:gray"
-                axis.barh(place, middle, xerr=whiskers, color=color)
-        axis.set_yticks(range(len(names)), reversed(names))
-        axis.set_ylim(-0.6, len(names) - 0.4)
-        axis.tick_params(labelsize=6)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    # No date inside: the same result gives the same file.
-    drawn.savefig(path, metadata={"Date": None})
+    return f"{before}{BEGIN}{written}{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if there is no result or no place for it."""
+    """0; 1 if there is no result, no place for it, or results do not belong together."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare.render",
-        description="Writes README's performance table, and a plot.",
+        description="Writes README's performance tables and plot.",
     )
-    parser.add_argument("--result", type=Path, help="default: the newest in bench/results")
+    parser.add_argument("result", type=Path, nargs="*", help="default: all full ones")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--plot", type=Path, default=PLOT)
     args = parser.parse_args(argv)
-    path = args.result or newest()
-    if path is None:
+    paths = args.result or full_results()
+    if not paths:
         print("render: bench/results has no full result of bench.compare", file=sys.stderr)
         return 1
-    result = json.loads(path.read_text())
+    results = [json.loads(path.read_text()) for path in paths]
+    place = args.readme.resolve().parent
+
+    def seen(path: Path) -> str:
+        return Path(os.path.relpath(path.resolve(), place)).as_posix()
+
+    names = {r["date"]: f"[{p.name}]({seen(p)})" for r, p in zip(results, paths, strict=True)}
     try:
-        changed = with_performance(args.readme.read_text(), result)
+        result = merged(results)
+        written = section(result, names, seen(args.plot))
+        changed = with_performance(args.readme.read_text(), written)
     except ValueError as e:
         print(f"render: {args.readme}: {e}", file=sys.stderr)
         return 1
+    args.plot.write_text(plot.svg(result))
     args.readme.write_text(changed)
-    if importlib.util.find_spec("matplotlib") is None:
-        print("matplotlib is not installed: no plot", file=sys.stderr)
-    else:
-        plot(result, path.with_suffix(".svg"))
     return 0
 
 

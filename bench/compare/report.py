@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 # Figure -> title, whether more is better. Only these are compared; samples may hold others.
@@ -10,9 +11,15 @@ FIGURES: Final[Mapping[str, tuple[str, bool]]] = {
     "ttft_p50_ms": ("TTFT p50, ms", False),
     "tpot_p50_ms": ("TPOT p50, ms", False),
     "itl_p99_ms": ("ITL p99, ms", False),
+    "tpot_mean_ms": ("TPOT mean, ms", False),
+    "accepted": ("draft tokens accepted, %", True),
+    "per_verify": ("tokens per verify", True),
     "first_token_s": ("first token after, s", False),
     "idle_rss_mib": ("idle memory, MiB", False),
 }
+
+# What a workload with and without drafts is called: its kind, and requests at once.
+DRAFTING_WORKLOAD: Final = "{}, {} at once"
 
 Sample = Mapping[str, Any]  # engine, workload, repeat, figures, others, clean
 
@@ -42,8 +49,8 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float
 
 
 def ratios(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each variant of xylite against each peer of its precision, by workload and figure; `best`
-    marks the peer that does best."""
+    """Each variant of xylite against each peer of its precision, or one that drafts against the
+    same without drafts, by workload and figure; `best` marks the peer that does best."""
     samples, engines = result["samples"], result["engines"]
     rows: list[dict[str, Any]] = []
     for workload in order(samples, "workload"):
@@ -67,7 +74,7 @@ def ratios(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                             "ratio": middle,
                             "low": low,
                             "high": high,
-                            "best": name == best,
+                            "best": name == best and not ours.get("baseline"),
                         }
                     )
     return rows
@@ -80,9 +87,11 @@ def _against(
     workload: str,
     figure: str,
 ) -> dict[str, dict[int, float]]:
-    """The figure of each peer of the same precision."""
-    peers = (e for e in engines if not e["is_ours"] and e["precision"] == ours["precision"])
-    return {e["name"]: values(samples, e["name"], workload, figure) for e in peers}
+    """The figure of each peer of the same precision, or of what the engine is compared with."""
+    names = [e["name"] for e in engines if not e["is_ours"] and e["precision"] == ours["precision"]]
+    if ours.get("baseline"):
+        names = [ours["baseline"]]
+    return {name: values(samples, name, workload, figure) for name in names}
 
 
 def text(result: Mapping[str, Any]) -> str:
@@ -126,9 +135,12 @@ def number(value: float) -> str:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table of a README: a row for each workload and figure, a column for each engine, the
-    best of each row in bold."""
-    samples = result["samples"]
+    best of each row in bold. Drafts have a table of their own."""
+    speculated = drafting_workloads(result)
+    samples = [s for s in result["samples"] if s["workload"] not in speculated]
     names = [e["name"] for e in result["engines"] if e["name"] in order(samples, "engine")]
+    if not names:
+        return ""
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for workload in order(samples, "workload"):
         for figure, (title, more) in FIGURES.items():
@@ -149,4 +161,71 @@ def markdown(result: Mapping[str, Any]) -> str:
                 for name in names
             ]
             lines.append(f"| {workload}: {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What drafts did for one workload; ratio as `ratio` gives it, of tokens per second."""
+
+    engine: str
+    kind: str
+    at_once: str
+    plain: float
+    drafting: float
+    ratio: tuple[float, float, float]
+    accepted: float
+    per_verify: float
+
+
+def drafting_workloads(result: Mapping[str, Any]) -> list[str]:
+    """Workloads that were measured with and without drafts."""
+    names = {e["name"] for e in result["engines"] if e.get("baseline")}
+    return order([s for s in result["samples"] if s["engine"] in names], "workload")
+
+
+def drafted(result: Mapping[str, Any]) -> list[Drafted]:
+    """Every engine that drafts against the same without drafts, in each workload of both."""
+    samples = result["samples"]
+    found: list[Drafted] = []
+    for engine in (e for e in result["engines"] if e.get("baseline")):
+        name = engine["name"]
+        for workload in drafting_workloads(result):
+            plain = values(samples, engine["baseline"], workload, "tok_s")
+            drafting = values(samples, name, workload, "tok_s")
+            if not plain.keys() & drafting.keys():
+                continue
+            kind, _, at_once = workload.removesuffix(" at once").partition(", ")
+            accepted, per_verify = (
+                statistics.median(values(samples, name, workload, f).values())
+                for f in ("accepted", "per_verify")
+            )
+            found.append(
+                Drafted(
+                    engine=name,
+                    kind=kind,
+                    at_once=at_once,
+                    plain=statistics.median(plain.values()),
+                    drafting=statistics.median(drafting.values()),
+                    ratio=ratio(drafting, plain),
+                    accepted=accepted,
+                    per_verify=per_verify,
+                )
+            )
+    return found
+
+
+def drafts_markdown(result: Mapping[str, Any]) -> str:
+    """README's table of drafts: a row for each workload and drafter; "" if none was measured."""
+    rows = drafted(result)
+    if not rows:
+        return ""
+    head = "| | text | at once | tok/s without drafts | with | times as fast | accepted, % "
+    lines = [head + "| tokens per verify |", "|---|---|" + "---:|" * 6]
+    for r in rows:
+        middle, low, high = r.ratio
+        faster = f"**{middle:.2f}** ({low:.2f} to {high:.2f})"
+        figures = [number(x) for x in (r.plain, r.drafting)]
+        figures += [faster, number(r.accepted), number(r.per_verify)]
+        lines.append("| " + " | ".join([r.engine, r.kind, r.at_once, *figures]) + " |")
     return "\n".join(lines) + "\n"

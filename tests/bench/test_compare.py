@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from bench.compare import __main__ as compare
-from bench.compare import machine, offline, online, peers, plan, render, report
-from bench.compare.child import prompts
+from bench.compare import child_speculation, machine, offline, online, peers, plan, report
+from bench.compare.child import Start, prompts
 from bench.compare.offline import EngineFailed
 from bench.compare.online import Load
 from bench.compare.peers import ROOT, Engine
 from tests.http.fake_engine import Call, FakeEngine, Item, paused, said
 from xylite.http import make_app
+from xylite.runtime.speculation import StepCosts
 
 CHILD = """
 import sys, time
@@ -60,35 +61,6 @@ class Handler(BaseHTTPRequestHandler):
 
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-
-
-def sample(engine: str, repeat: int, tok_s: float, **fields: Any) -> dict[str, Any]:
-    made = {"engine": engine, "workload": "decode 1", "repeat": repeat, "attempt": 0}
-    return {**made, "figures": {"tok_s": tok_s}, "others": 0.0, "clean": True} | fields
-
-
-def result(*samples: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    engines = [
-        {"name": "xylite auto", "precision": "bf16", "is_ours": True},
-        {"name": "slow", "precision": "bf16", "is_ours": False},
-        {"name": "fast", "precision": "bf16", "is_ours": False},
-        {"name": "small", "precision": "int4", "is_ours": False},
-    ]
-    found = {
-        "engines": engines,
-        "samples": list(samples),
-        "machine": {"cpu": "A CPU", "cores": 2, "flags": ["avx2"]},
-        "versions": {"slow": {"slow": "1.0"}},
-        "date": "2026-01-02T03:04:05Z",
-        "commit": "abc",
-        "model": "m",
-        "quick": False,
-    }
-    return found | fields
-
-
-def three(engine: str, *values: float, **fields: Any) -> list[dict[str, Any]]:
-    return [sample(engine, i, v, **fields) for i, v in enumerate(values)]
 
 
 # Requests
@@ -179,9 +151,9 @@ def test_a_child_answers_cases_and_ends(tmp_path: Path):
     with offline.session(toy(tmp_path), tmp_path, 0, tmp_path / "log") as (measure, versions):
         prefill, decode = offline.cases([100], [3], 10)
         assert versions == {"toy": "7"}
-        assert measure(prefill.asked) == 200.0
-        assert measure(decode.asked) == 3000 + 128 + 11
-        assert measure(decode.warm_up()) == 3000 + 128 + 4
+        assert measure(prefill.asked) == {"tok_s": 200.0}
+        assert measure(decode.asked) == {"tok_s": 3000 + 128 + 11}
+        assert measure(decode.warm_up()) == {"tok_s": 3000 + 128 + 4}
     assert "noise of a library" in (tmp_path / "log").read_text()
 
 
@@ -211,8 +183,45 @@ def test_llama_cpps_tools_are_asked_and_read(tmp_path: Path):
     prefill, decode = offline.cases([64], [8], 16)
     with offline.session(engine, tmp_path, 0, tmp_path / "log") as (measure, versions):
         assert versions == {"llama.cpp": "7 (abc)"}
-        assert measure(prefill.asked) == 32.0
-        assert measure(decode.asked) == 816.0
+        assert measure(prefill.asked) == {"tok_s": 32.0}
+        assert measure(decode.asked) == {"tok_s": 816.0}
+
+
+CT2 = """
+import json
+__version__ = "9.1"
+
+class Result:
+    def __init__(self, ids):
+        self.sequences_ids = [ids]
+
+class Generator:
+    def __init__(self, path, **settings):
+        assert json.load(open(path + "/vocabulary.json"))[700] == "t700"
+        assert settings["compute_type"] == "int8_float32" and settings["intra_threads"] == 2
+    def generate_batch(self, prompts, *, max_length, **settings):
+        assert all(t in {f"t{i}" for i in range(1000)} for p in prompts for t in p)
+        assert settings["min_length"] == max_length and settings["end_token"] == []
+        return [Result([1] * max_length) for _ in prompts]
+"""
+
+
+def test_ctranslate2_is_asked_in_its_tokens(tmp_path: Path):
+    model = tmp_path / "converted"
+    model.mkdir()
+    (model / "vocabulary.json").write_text(json.dumps([f"t{i}" for i in range(1000)]))
+    (tmp_path / "ctranslate2.py").write_text(CT2)
+    engine = peers.ctranslate2(Path(sys.executable), model, "int8_float32")
+    assert "no module ctranslate2" in str(engine.available())
+    assert (engine.name, engine.precision) == ("CTranslate2 int8", "int8")
+    engine = replace(engine, env={"PYTHONPATH": str(tmp_path)})
+    prefill, decode = offline.cases([64], [3], 5)
+    with offline.session(engine, tmp_path, 2, tmp_path / "log") as (measure, versions):
+        assert versions == {"ctranslate2": "9.1"}
+        assert measure(prefill.asked)["tok_s"] > 0
+        assert measure(decode.asked)["tok_s"] != 0
+    absent = peers.ctranslate2(Path(sys.executable), tmp_path / "nowhere", "float32")
+    assert "not a directory" in str(absent.available())
 
 
 def test_a_server_is_timed_measured_and_ended(tmp_path: Path):
@@ -351,89 +360,88 @@ def test_engines_take_turns_and_one_that_fails_does_not_stop_the_others(
     assert len(setting.recorder.failures) == 2
 
 
-# Figures
+DRAFTING_CHILD = """
+from bench.compare import child
+
+def answer(model, case, seed):
+    made.append((case["workload"], case["concurrency"], case["drafts"]))
+    figures = {"tok_s": 1000.0 * len(made) + seed, "tpot_mean_ms": 2.0}
+    return figures | ({"accepted": 50.0, "per_verify": 2.5} if case["drafts"] else {})
+
+made = []
+child.serve(lambda start: (None, {"toy": start.settings["version"]}), answer)
+"""
 
 
-def test_ratios_pair_repeats_and_mark_the_best_peer_of_the_same_precision():
-    found = report.ratios(
-        result(
-            *three("xylite auto", 20, 30, 22),
-            *three("slow", 10, 10, 10),
-            *three("fast", 20, 10, 20),
-            *three("small", 90, 90, 90),
-        )
+def test_drafts_and_none_take_turns_in_one_process_after_a_warm_up(
+    noise: list[float], tmp_path: Path
+):
+    noise += [0.0, 0.5]  # the second measurement is disturbed
+    plain = toy(tmp_path, name="xylite auto")
+    drafting = replace(
+        peers.drafting(plain, {"method": "suffix", "num_speculative_tokens": 6}),
+        child=(sys.executable, str(script(tmp_path, DRAFTING_CHILD, "drafting.py"))),
     )
-    assert [(r["peer"], r["best"]) for r in found] == [("slow", False), ("fast", True)]
-    fast = found[1]
-    assert (fast["ratio"], fast["low"], fast["high"]) == (1.1, 1.0, 3.0)
-
-
-def test_the_best_peer_of_a_latency_is_the_lowest():
-    figures = {"ttft_p50_ms": 5.0}
-    found = report.ratios(
-        result(
-            sample("xylite auto", 0, 0, figures={"ttft_p50_ms": 4.0}),
-            sample("slow", 0, 0, figures={"ttft_p50_ms": 8.0}),
-            sample("fast", 0, 0, figures=figures),
-        )
+    assert (drafting.name, drafting.baseline) == ("xylite auto suffix 6", "xylite auto")
+    assert drafting.settings["speculative_config"]["method"] == "suffix"
+    setting = plan.Setting(
+        model=tmp_path, threads=0, logs=tmp_path, repeats=2, vocab_size=1000, recorder=recorder()
     )
-    assert [(r["peer"], r["best"], r["ratio"]) for r in found] == [
-        ("slow", False, 0.5),
-        ("fast", True, 0.8),
+    assert plan.check_child(setting, drafting) is None
+    cases = plan.speculation_cases(["edit", "random"], [1, 8], 32)
+    assert [c.name for c in cases][:3] == [
+        "edit, 1 at once",
+        "random, 1 at once",
+        "edit, 8 at once",
     ]
+    assert [c.asked["number"] for c in cases] == [8, 8, 16, 16]
+    versions = plan.run_speculation(setting, plain, drafting, cases[:1])
+    assert versions == {"toy": "7"}
+    taken = [(s["engine"], s["repeat"], s["clean"]) for s in setting.recorder.samples]
+    assert taken == [
+        ("xylite auto", 0, True),
+        ("xylite auto suffix 6", 0, False),
+        ("xylite auto suffix 6", 0, True),
+        ("xylite auto suffix 6", 1, True),
+        ("xylite auto", 1, True),
+    ]
+    # Two calls came before, and each has a number of its own.
+    figures = [s["figures"]["tok_s"] for s in setting.recorder.samples]
+    assert figures == [3002, 4003, 5004, 6005, 7006]
 
 
-def test_a_peer_without_the_figure_is_left_out():
-    text = report.text(result(*three("xylite auto", 2, 2), *three("slow", 1, 1)))
-    assert "xylite auto / slow = 2.00 (2.00 to 2.00)  <- best peer" in text
-    assert "fast" not in text
-
-
-def test_the_table_has_the_best_of_each_row_in_bold_and_a_dash_for_none():
-    made = result(
-        *three("xylite auto", 200, 210),
-        *three("slow", 1, 2),
-        sample("xylite auto", 0, 0, workload="start", figures={"first_token_s": 4.0}),
+@pytest.mark.model
+@pytest.mark.timeout(300)
+def test_the_two_engines_answer_alike_and_one_of_them_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # Draft tokens cost nothing: so they are made however busy this machine is.
+    monkeypatch.setattr(StepCosts, "knows", lambda self, num_tokens: True)
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, sizes: [1.0] * len(sizes))
+    monkeypatch.setattr(StepCosts, "largest_trial", 10**6)
+    settings = {"num_blocks": 160, "max_model_len": 2048, "dtype": "float32"}
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    engines, versions = child_speculation.load(
+        Start("demo", settings | {"speculative_config": config}, 0)
     )
-    assert report.markdown(made) == textwrap.dedent(
-        """\
-        | | xylite auto | slow |
-        |---|---:|---:|
-        | decode 1: tok/s | **205** | 1.50 |
-        | start: first token after, s | **4.00** | - |
-        """
-    )
+    try:
+        assert "torch" in versions
+        for workload in plan.WORKLOADS:
+            (case,) = plan.speculation_cases([workload], [2], 12, 2)
+            plain, drafting = (
+                child_speculation.answer(engines, {**case.asked, "drafts": drafts}, drafts)
+                for drafts in (0, 1)
+            )
+            assert set(plain) == {"tok_s", "tpot_mean_ms"}
+            assert set(drafting) == {*plain, "accepted", "per_verify"}
+            assert min(*plain.values(), drafting["tok_s"]) > 0
+            if workload == "quote":
+                assert drafting["accepted"] > 30 and drafting["per_verify"] > 1.3
+    finally:
+        engines.close()
 
 
-def test_the_readme_gets_the_newest_full_result(tmp_path: Path):
-    for name, date, quick in (
-        ("a", "2026-02", False),
-        ("b", "2026-01", False),
-        ("c", "2026-03", True),
-    ):
-        made = result(*three("xylite auto", 5), date=date, quick=quick)
-        (tmp_path / f"compare-{name}.json").write_text(json.dumps(made))
-    assert render.newest(tmp_path) == tmp_path / "compare-a.json"
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- performance -->\nold\n<!-- /performance -->\nafter\n")
-    words = ["--result", str(tmp_path / "compare-a.json"), "--readme", str(readme)]
-    assert render.main(words) == 0
-    once = readme.read_text()
-    assert "| decode 1: tok/s | **5.00** |" in once
-    assert "2 cores of A CPU" in once
-    assert "old" not in once
-    assert once.startswith("before\n") and once.endswith("<!-- /performance -->\nafter\n")
-    assert render.main(words) == 0
-    assert readme.read_text() == once
-
-
-def test_a_readme_without_a_place_for_the_table_is_left_alone(tmp_path: Path):
-    (tmp_path / "r.json").write_text(json.dumps(result(*three("xylite auto", 5))))
-    readme = tmp_path / "README.md"
-    readme.write_text("text\n")
-    words = ["--result", str(tmp_path / "r.json"), "--readme", str(readme)]
-    assert render.main(words) == 1
-    assert readme.read_text() == "text\n"
+# The whole
 
 
 def test_results_name_no_folders():

@@ -77,13 +77,14 @@ def section(result: Mapping[str, Any], names: Mapping[str, str], picture: str) -
     machine = result["machine"]
     versions = {f"{k} {v}" for found in result["versions"].values() for k, v in found.items()}
     told = sorted(v for v in versions if not v.startswith("xylite "))
-    tables = [report.markdown(result), report.drafts_markdown(result)]
+    drafts = report.drafts_markdown(result)
+    tables = [report.markdown(result), drafts]
     about = [
         f"Medians, measured by turns: {result['model']} on {machine['cores']} cores of "
         f"{machine['cpu']} ({', '.join(machine['flags'])}).",
         f"Versions: {', '.join(told)}." if told else "",
-        "Numbers after a workload's name are prompt tokens, batch size or clients; in brackets the "
-        "least and greatest ratio of a turn.",
+        "Numbers after a workload's name are prompt tokens, batch size or clients.",
+        "In brackets: the least and the greatest ratio of a turn." if drafts else "",
     ]
     runs = [_run(run, names.get(run["date"], "")) for run in result["runs"]]
     image = f"![Medians of each workload as bars, from the same results]({picture})\n"

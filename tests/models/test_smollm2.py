@@ -60,3 +60,20 @@ def test_the_gguf_file_continues_the_alphabet_token_by_token(dtype):
     steps = [[Chunk(0, 0, 7)], *([Chunk(0, t, 1)] for t in range(7, 20))]
     rows = driver.run(steps)[0]
     assert rows[6:20].argmax(-1).tolist() == REST
+
+
+def test_the_gguf_files_own_weights_continue_the_alphabet_on_the_cpu():
+    table = ops.load("cpu")
+    if not table.stored_packers:
+        pytest.skip("the CPU kernels are not built here")
+    checkpoint = open_checkpoint("demo")
+    family, spec = models.describe(checkpoint.config)
+    params = weights.load(
+        checkpoint, spec, family, table, torch.bfloat16, keep_stored=True, max_len=64
+    )
+    matrices = sum(t.nbytes for t in checkpoint.tensors.values() if len(t.shape) > 1)
+    # Packed in panels of 32 rows, which every matrix of this model fills.
+    assert weights.weight_bytes((params.embed, params.layers)) < 1.002 * matrices
+    driver = Driver(params, spec, family, table, [ALPHABET + REST], block_size=16)
+    steps = [[Chunk(0, 0, 7)], *([Chunk(0, t, 1)] for t in range(7, 20))]
+    assert driver.run(steps)[0][6:20].argmax(-1).tolist() == REST

@@ -184,6 +184,7 @@ def product(*weights: Any, **changes: Any) -> Product:
     whole: dict[str, Any] = {
         "weights": weights, "n": 64, "k": 32, "bias": False, "residual": False,
         "act": "silu" if gated else None, "cap": 0.0, "most": 8192,
+        "dtype": torch.float32,
     }  # fmt: skip
     return Product(**whole | changes)
 

@@ -4,14 +4,17 @@ services, and what they say about packages.
 Imports no Triton, so that a missing one can be explained.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from xylite.kernels_triton import attention_tiles, tiles
+from xylite.kernels_triton.tuned import TunedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class Services:
     capture   records a forward pass, see `graphs.Graphs`; None: every pass is launched
     buckets   largest numbers of tokens of the recordings; () = those of graphs.py
     tuned     measured tiles, which win over the built-in ones
+    tuned_file  where they are kept; None: nothing can be tuned
+    seconds   device time of one run of what it is given; None: by the clock
     """
 
     device: torch.device
@@ -38,6 +43,8 @@ class Services:
     capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None
     buckets: Sequence[int] = ()
     tuned: Iterable[tiles.Tiles] = ()
+    tuned_file: TunedFile | None = None
+    seconds: Callable[[Callable[[], None]], float] | None = None
 
 
 def device_fields(s: Services) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def functions(s: Services, invariant: bool = False) -> dict[str, Any]:
 
     invariant  sums are in an order that the batch does not change
     """
-    from xylite.kernels_triton import graphs, launch, table
+    from xylite.kernels_triton import graphs, launch, table, tuner
 
     target = launch.Target(
         s.cores,
@@ -76,7 +83,19 @@ def functions(s: Services, invariant: bool = False) -> dict[str, Any]:
         tiles.for_chip(s.chip, s.tuned, invariant),
         launch.Counts(s.device),
     )
-    return table.functions(target, s.capture, s.buckets or graphs.BUCKETS)
+    made = table.functions(target, s.capture, s.buckets or graphs.BUCKETS)
+    if s.tuned_file is not None:
+        seconds = s.seconds or partial(_clocked, s.synchronize)
+        made["tuner"] = tuner.TileTuner(target, s.tuned_file, seconds, s.capture)
+    return made
+
+
+def _clocked(synchronize: Callable[[], None], run: Callable[[], None]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def version(package: str) -> str | None:

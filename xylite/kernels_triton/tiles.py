@@ -1,34 +1,26 @@
 """Tile sizes and launch options as data: (op, chip, dtype, shape bucket) -> Tiles.
 
-A row serves every shape it fits; rows for one exact (N, K), from a file that a tuning run wrote,
-win over the built-in ones. Every built-in row is compiled in the tests for the chip it names: on
-Ascend it fits UB, L1 and L0C without losing its double buffers, on CUDA it spills nothing and fits
-the shared memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86, sm_89 and
-sm_120 too.
+A row serves every shape it fits; rows for one exact (N, K), from a file that `xylite tune` wrote
+(tuned.py), win over the built-in ones. Every built-in row is compiled in the tests for the chip it
+names: on Ascend it fits UB, L1 and L0C without losing its double buffers, on CUDA it spills nothing
+and fits the shared memory. The rows of sm_80 stay below 99 KiB of it, so that they serve sm_86,
+sm_89 and sm_120 too.
 
 Chips: "910b-1.0.0", "910b-1.1.0" and "910b-1.2.0" (all Ascend 910B and A3 have the same memories;
 the number is the generation of the compiler, AscendNPU-IR in CANN 8.5, 9.0 and 9.1, which plan
 differently), "sm_80", "sm_90", "interpreter". Meta-Attention's tiles are in attention_tiles.py.
 """
 
-import json
-import logging
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from xylite import config
 from xylite.errors import ConfigError
 
-JSON_VERSION: Final = 1
 INTERPRETER: Final = "interpreter"
 HALF: Final = "half"  # bfloat16 and float16
 FLOAT: Final = "float"  # float32
 ANY_ROWS: Final = 1 << 62
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,57 +227,3 @@ def merge(first: Iterable[Tiles], then: Iterable[Tiles]) -> tuple[Tiles, ...]:
     first = tuple(first)
     taken = {place(row) for row in first}
     return (*first, *(row for row in then if place(row) not in taken))
-
-
-def save(path: str | os.PathLike[str], rows: Iterable[Tiles], device: str, compiler: str) -> None:
-    """Write measured rows and what they were measured on; the file appears whole or not at all."""
-    content = {
-        "version": JSON_VERSION,
-        "device": device,
-        "compiler": compiler,
-        "rows": [asdict(row) for row in rows],
-    }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
-
-
-def tuned_path(chip: str) -> Path:
-    """Where the measured table of a chip is kept."""
-    return Path(config.cache_dir()) / "tiles" / f"{chip}.json"
-
-
-def tuned(chip: str, device: str, compiler: str) -> tuple[Tiles, ...]:
-    """Measured rows for this device and compiler, if a tuning run has left any."""
-    rows, reason = load(tuned_path(chip), device, compiler)
-    _log.info("tiles of %s: %s", chip, reason or f"{len(rows)} measured rows")
-    return rows
-
-
-def load(
-    path: str | os.PathLike[str], device: str, compiler: str
-) -> tuple[tuple[Tiles, ...], str | None]:
-    """Measured rows of this device and compiler, and None; or no rows, and the reason.
-
-    A missing file, or one for another device, compiler or version of this format, is no error:
-    the built-in rows serve. ConfigError if the file is not a tile table at all.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        return (), f"{path} does not exist"
-    except (ValueError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} is not a tile table: {e}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise ConfigError(f"{path} is not a tile table: no list of rows")
-    wanted = {"version": JSON_VERSION, "device": device, "compiler": compiler}
-    for name, value in wanted.items():
-        if content.get(name) != value:
-            return (), f"{path} has {name} {content.get(name)!r}, here it is {value!r}"
-    try:
-        rows = tuple(Tiles(**row) for row in content["rows"])
-    except TypeError as e:
-        raise ConfigError(f"{path} is not a tile table: {e}") from None
-    return rows, None

@@ -224,6 +224,7 @@ class Product:
     n, k     the weight's rows and columns; with act, gate and up rows both count
     bias, residual, act, cap   as in `Linear`; of the first two only whether they are there
     most     rows that it is called with at most
+    dtype    of the rows
     """
 
     weights: tuple[Any, ...]
@@ -234,6 +235,7 @@ class Product:
     act: Activation | None
     cap: float
     most: int
+    dtype: torch.dtype
 
 
 class Tuner(Protocol):

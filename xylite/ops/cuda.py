@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from xylite.errors import ConfigError
-from xylite.kernels_triton import tiles
+from xylite.kernels_triton import tuned
 from xylite.kernels_triton.device import Services, clash, device_fields, functions, version
 from xylite.ops import Device, Ops, reference
 
@@ -67,6 +67,7 @@ def table(index: int) -> Ops:
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
     chip = chip_of((properties.major, properties.minor))
+    tuned_file = tuned.file_of(chip, properties.name, f"triton {version('triton')}")
     return assemble(
         Services(
             device=device,
@@ -77,9 +78,21 @@ def table(index: int) -> Ops:
             memory=lambda: torch.cuda.mem_get_info(device),
             synchronize=lambda: torch.cuda.synchronize(device),
             capture=partial(_capture, device, torch.cuda.graph_pool_handle()),
-            tuned=tiles.tuned(chip, properties.name, f"triton {version('triton')}"),
+            tuned=tuned_file.rows(),
+            tuned_file=tuned_file,
+            seconds=_seconds,
         )
     )
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Time of a run by the device's own events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def _capture(device: torch.device, pool: Any, run: Callable[[], None]) -> Callable[[], None]:

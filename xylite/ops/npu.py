@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from xylite.errors import ConfigError
-from xylite.kernels_triton import tiles
+from xylite.kernels_triton import tuned
 from xylite.kernels_triton.device import Services, clash, device_fields, functions, version
 from xylite.ops import Device, Ops, reference
 
@@ -122,6 +122,7 @@ def table(index: int) -> Ops:
         if found is None or _base(found) != wanted:
             log.warning("%s is %s, CANN %s goes with %s", name, found, row.cann, wanted)
     chip, name = f"910b-{row.generation}", torch_npu.npu.get_device_name(index)
+    tuned_file = tuned.file_of(chip, name, f"CANN {row.cann}")
     return assemble(
         Services(
             device=torch.device("npu", index),
@@ -132,9 +133,21 @@ def table(index: int) -> Ops:
             memory=lambda: torch_npu.npu.mem_get_info(index),
             synchronize=lambda: torch_npu.npu.synchronize(index),
             capture=partial(_capture, torch_npu, torch_npu.npu.graph_pool_handle()),
-            tuned=tiles.tuned(chip, name, f"CANN {row.cann}"),
+            tuned=tuned_file.rows(),
+            tuned_file=tuned_file,
+            seconds=partial(_seconds, torch_npu),
         )
     )
+
+
+def _seconds(torch_npu: Any, run: Callable[[], None]) -> float:
+    """Time of a run by the device's own events."""
+    start, end = (torch_npu.npu.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def _capture(torch_npu: Any, pool: Any, run: Callable[[], None]) -> Callable[[], None]:

@@ -79,7 +79,7 @@ def test_version_and_help_go_to_stdout(run: Run):
         code, out, err = run(*words)
         assert (code, err) == (0, "")
         assert "xylite" in out and "bench serve" in out
-    for command in ("serve", "complete", "bench serve"):
+    for command in ("serve", "complete", "tune", "bench serve"):
         code, out, err = run(*command.split(), "--help")
         assert (code, err) == (0, "")
         assert out.startswith(f"usage: xylite {command}")
@@ -89,7 +89,7 @@ def test_version_and_help_go_to_stdout(run: Run):
     ("words", "said"),
     [
         (["sevre"], "xylite: error: no command 'sevre'; did you mean serve?\n"),
-        (["x"], "xylite: error: no command 'x'; there are serve, complete, bench serve\n"),
+        (["x"], "xylite: error: no command 'x'; there are serve, complete, tune, bench serve\n"),
         (["bench", "latency"], "xylite: error: no command 'bench latency'; "),
         (
             ["serve", "--max-num-seqs", "0"],

@@ -1,4 +1,4 @@
-"""The `xylite` command: serve a model, complete one prompt, measure a server.
+"""The `xylite` command: serve a model, complete one prompt, measure a server or the device.
 
 Exit codes: 0 done, 1 something failed while running, 2 wrong flags or settings, 130 interrupted.
 Torch, aiohttp and the engine are imported by the command that needs them, so help comes at once.
@@ -6,8 +6,8 @@ Torch, aiohttp and the engine are imported by the command that needs them, so he
 
 import asyncio
 import contextlib
-import gc
 import difflib
+import gc
 import json
 import logging
 import os
@@ -15,14 +15,21 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 import xylite
 from xylite.command_line import Parsed, parse
-from xylite.config import EngineConfig, ServerConfig, about, environment, speculative
+from xylite.config import (
+    DEMO_MODEL,
+    EngineConfig,
+    ServerConfig,
+    about,
+    environment,
+    speculative,
+)
 from xylite.errors import ConfigError, XyliteError
 from xylite.flags import Command
 
@@ -64,10 +71,37 @@ class CompleteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: Annotated[str | None, about("Text that ends the answer.", "completion")] = None
 
 
+class TuneConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is tuned: as `serve` would run it."""
+
+    model: Annotated[
+        str, about("As for serve: its shapes and formats are what counts.", "tuning")
+    ] = DEMO_MODEL
+    device: Annotated[
+        str, about("auto, or a device by name and index, such as cpu or npu:0.", "tuning")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        about("Type of weights; auto takes the checkpoint's own.", "tuning"),
+    ] = "auto"
+    quantization: Annotated[
+        str | None, about("Quantise linear weights at load: a format's name.", "tuning")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        about("Where weights come from; dummy makes random ones from config.json.", "tuning"),
+    ] = "auto"
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        about("CPU threads; auto is what this process may use.", "tuning"),
+    ] = None
+
+
 USAGE: Final = """usage: xylite COMMAND [flags]
 
   serve [MODEL]            serve a model over the OpenAI API
   complete [MODEL] [TEXT]  complete one prompt in this process, without a server
+  tune [MODEL]             measure the fastest tiles for a model on this device, for later starts
   bench serve              send load to a server and report latencies and throughput
 
 `xylite COMMAND --help` shows a command's flags, `xylite --version` the version.
@@ -86,6 +120,14 @@ COMPLETE: Final = Command(
     ("model", "prompt"),
     others=(ServerConfig,),
 )
+TUNE: Final = Command(
+    "tune",
+    "Measures which tiles and cache blocks are fastest for MODEL's linear layers on this device, "
+    "and keeps them in the cache directory. The next start reads them; results do not change.",
+    (TuneConfig,),
+    ("model",),
+    others=(EngineConfig, ServerConfig),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: Mapping[str, Callable[[Sequence[str]], int]] = {
         "serve": serve,
         "complete": complete,
+        "tune": tune,
         "bench serve": bench_serve,
     }
     name = words.pop(0) if words else "--help"
@@ -333,6 +376,25 @@ async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
             if event.error is not None:
                 raise event.error
     sys.stdout.write("\n")
+    return 0
+
+
+# tune
+
+
+def tune(words: Sequence[str]) -> int:
+    """`xylite tune`: a line per linear layer and range of rows, then where the choices are."""
+    parsed = _parsed(TUNE, words)
+    if parsed is None:
+        return 0
+    from xylite import tune as tuning
+
+    (config,) = parsed.structs
+    _set_up_logging("warning")
+    path, results = tuning.tune(EngineConfig(**msgspec.structs.asdict(config)))
+    for line in tuning.lines(results):
+        print(line, flush=True)
+    print(f"Written to {path}, which the next start on this device reads.")
     return 0
 
 

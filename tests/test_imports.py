@@ -25,6 +25,7 @@ HOST = (
     "runtime.plan",
     "runtime.queues",
     "runtime.commit",
+    "runtime.logprobs",
     "runtime.scheduler",
     "runtime.token_table",
     "runtime.task_table",
@@ -55,7 +56,15 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "command_line": ("errors", "config", "flags"),
     "llm": (*LEAVES, "text_engine", "runtime.request"),
     "flags": ("errors",),
-    "http": (*LEAVES, "", "text_engine", "text", "runtime.request", "runtime.stats"),
+    "http": (
+        *LEAVES,
+        "",
+        "text_engine",
+        "text",
+        "runtime.request",
+        "runtime.stats",
+        "runtime.turnstile",
+    ),
     "text_engine": (
         *LEAVES,
         "checkpoint",
@@ -66,6 +75,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "runtime.build",
         "runtime.request",
         "runtime.stats",
+        "runtime.turnstile",
     ),
     "text_stream": (
         *LEAVES,
@@ -73,6 +83,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "runtime.engine",
         "runtime.event_queue",
         "runtime.request",
+        "runtime.turnstile",
     ),
     "sampling_defaults": ("errors", "config", "runtime.request"),
     "text": ("errors", "config", "plugins", "checkpoint", "tensor_files", "runtime.request"),
@@ -87,6 +98,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     ),
     "runtime.event_queue": (*LEAVES, *HOST),
     "runtime.interfaces": (*LEAVES, *HOST),
+    "runtime.turnstile": (),
     "runtime.engine": (
         *LEAVES,
         *HOST,
@@ -142,6 +154,7 @@ NO_TORCH_OF_THEIR_OWN = (
     "runtime.engine",
     "runtime.event_queue",
     "runtime.interfaces",
+    "runtime.turnstile",
 )
 
 DEVICE_NAME = re.compile(r"(cuda|npu)(:\d+)?")

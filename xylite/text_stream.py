@@ -5,7 +5,7 @@ Stop strings, detokenisation, log-probabilities and usage are cut here, alike fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 from xylite.errors import XyliteError
 from xylite.runtime.engine import Ticket
@@ -43,7 +43,8 @@ class TextEvent:
                      on the last event
     token_ids        tokens delivered with this event
     logprobs         one per token of token_ids, if asked for
-    prompt_logprobs  on the first event of sequence 0, if asked for; the first entry is None
+    prompt_logprobs  on the first event of sequence 0, if asked for; the first entry is None.
+                     Entries are made as they are read: on an event loop, read a few at a time
     stop_reason      the stop string or stop token id that ended it; None for the model's own end
     num_cached       prompt tokens whose KV was reused
     num_output       tokens delivered so far in this sequence
@@ -54,7 +55,7 @@ class TextEvent:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] | None = None
-    prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
+    prompt_logprobs: Sequence[TextLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached: int = 0
@@ -62,21 +63,39 @@ class TextEvent:
     error: XyliteError | None = None
 
 
-def text_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None] | None, num: int | None = None
-) -> tuple[Any, ...] | None:
-    """The first `num` of the entries, with their tokens as text."""
-    if entries is None:
-        return None
+def _text_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> TextLogprob:
+    """The entry with its tokens as text."""
 
     def one(token: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
         data = tokenizer.token_bytes(token)
         return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top)
 
-    return tuple(
-        None if e is None else one(e.token, e.logprob, tuple(one(t, p) for t, p in e.top))
-        for e in entries[:num]
-    )
+    return one(entry.token, entry.logprob, tuple(one(t, p) for t, p in entry.top))
+
+
+class _PromptLogprobs(Sequence[TextLogprob | None]):
+    """The engine's entries of a prompt's tokens, as text; made when they are read."""
+
+    __slots__ = ("_entries", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]):
+        self._tokenizer = tokenizer
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> TextLogprob | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TextLogprob | None, ...]: ...
+    def __getitem__(self, index: int | slice):
+        if isinstance(index, slice):
+            return tuple(self._text(entry) for entry in self._entries[index])
+        return self._text(self._entries[index])
+
+    def _text(self, entry: TokenLogprob | None) -> TextLogprob | None:
+        return None if entry is None else _text_logprob(self._tokenizer, entry)
 
 
 class _SequenceText:
@@ -163,14 +182,23 @@ class TextStream(EventQueue[TextEvent]):
             index=event.index,
             text="".join(pieces),
             token_ids=event.tokens[:delivered],
-            logprobs=text_logprobs(self._tokenizer, event.logprobs, delivered),
-            prompt_logprobs=text_logprobs(self._tokenizer, event.prompt_logprobs),
+            logprobs=self._logprobs(event, delivered),
+            prompt_logprobs=(
+                None
+                if event.prompt_logprobs is None
+                else _PromptLogprobs(self._tokenizer, event.prompt_logprobs)
+            ),
             finish_reason=finish,
             stop_reason=stop_reason,
             num_cached=event.num_cached,
             num_output=text.num_output,
             error=event.error,
         )
+
+    def _logprobs(self, event: TokenEvent, num: int) -> tuple[TextLogprob, ...] | None:
+        if event.logprobs is None:
+            return None
+        return tuple(_text_logprob(self._tokenizer, entry) for entry in event.logprobs[:num])
 
     def _shows_stop_token(self, token: int) -> bool:
         """The ending token is part of the text: only one of the client's own, if asked for."""

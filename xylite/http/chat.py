@@ -167,6 +167,7 @@ class ChatForm:
         self._answer = answer
         self._prompt_ids = stream.prompt_token_ids
         self._role = service.config.response_role
+        self._turns = service.slices
         self._n = params.n
         self._token_ids = bool(asked.return_token_ids)
         self._as_ids = bool(asked.return_tokens_as_token_ids)
@@ -180,7 +181,7 @@ class ChatForm:
             % (_encode(answer.id), answer.created, _encode(answer.model))
         )
 
-    def chunks(self, batch: Batch) -> bytes:
+    async def chunks(self, batch: Batch) -> bytes:
         """Role chunks first, then one chunk for each event that says something."""
         parts = [] if self._begun else [self._role_chunk(i) for i in range(self._n)]
         self._begun = True
@@ -191,7 +192,7 @@ class ChatForm:
                 held.add(event)
                 event = held.merged()
             if event.text or event.finish_reason is not None:
-                parts.append(self._chunk(event))
+                parts.append(await self._chunk(event))
             elif event.token_ids or event.logprobs:
                 # Tokens without a whole character yet: told with the text they become.
                 self._held[event.index] = Pending(event)
@@ -210,14 +211,17 @@ class ChatForm:
             + b"}\n\n"
         )
 
-    def _chunk(self, event: TextEvent) -> bytes:
+    async def _chunk(self, event: TextEvent) -> bytes:
         says = event.text or event.logprobs
+        logprobs = b"null"
+        if event.logprobs:
+            logprobs = await chat_entries(event.logprobs, self._as_ids, self._turns)
         parts = [
             self._head,
             b'{"index":%d,"delta":' % event.index,
             b'{"content":' + _encode(event.text) + b"}" if says else b"{}",
             b',"logprobs":',
-            b"null" if not event.logprobs else _encode(chat_entries(event.logprobs, self._as_ids)),
+            logprobs,
             b',"finish_reason":',
             _encode(event.finish_reason),
         ]
@@ -239,7 +243,7 @@ class ChatForm:
             return b""
         return self._head + b'],"usage":' + _encode(self.usage.as_object()) + b"}\n\n"
 
-    def whole(self, batch: Batch) -> dict[str, Any]:
+    async def whole(self, batch: Batch) -> dict[str, Any]:
         """The chat.completion object."""
         choices: list[dict[str, Any]] = []
         body: dict[str, Any] = {
@@ -261,11 +265,13 @@ class ChatForm:
                 "stop_reason": event.stop_reason,
             }
             if event.logprobs is not None:
-                choice["logprobs"] = chat_entries(event.logprobs, self._as_ids)
+                entries = await chat_entries(event.logprobs, self._as_ids, self._turns)
+                choice["logprobs"] = msgspec.Raw(entries)
             if self._token_ids:
                 choice["token_ids"] = event.token_ids
             if event.prompt_logprobs is not None:
-                body["prompt_logprobs"] = prompt_entries(event.prompt_logprobs)
+                rows = await prompt_entries(event.prompt_logprobs, self._turns)
+                body["prompt_logprobs"] = msgspec.Raw(rows)
             choices.append(choice)
         body["usage"] = self.usage.as_object()
         if self._token_ids:

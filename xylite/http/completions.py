@@ -29,7 +29,7 @@ from xylite.http.protocol import (
 from xylite.http.service import SERVICE, Service
 from xylite.http.stream import Batch, Pending, TimeLimits
 from xylite.runtime.request import SamplingParams, check_params
-from xylite.text_engine import TextEngine, TextEvent, TextLogprob, TextStream
+from xylite.text_engine import TextEvent, TextLogprob, TextStream
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, for this endpoint
@@ -60,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             cache_salt=checked_salt(asked.cache_salt),
             add_special_tokens=asked.add_special_tokens is not False,
         )
-    form = CompletionForm(service.engine, asked, options, answer, streams, prompts, params)
+    form = CompletionForm(service, asked, options, answer, streams, prompts, params)
     return await answer_with(
         request, form, streams, n=params.n, streamed=bool(asked.stream), limits=limits
     )
@@ -137,7 +137,7 @@ class CompletionForm:
 
     def __init__(
         self,
-        engine: TextEngine,
+        service: Service,
         asked: CompletionRequest,
         options: StreamOptions,
         answer: Answer,
@@ -146,7 +146,8 @@ class CompletionForm:
         params: SamplingParams,
     ):
         self.usage = Usage(sum(len(stream.prompt_token_ids) for stream in streams))
-        self._engine = engine
+        self._engine = service.engine
+        self._turns = service.slices
         self._answer = answer
         self._streams = streams
         self._prompts = prompts
@@ -160,13 +161,14 @@ class CompletionForm:
         self._continuous = self._include_usage and bool(options.continuous_usage_stats)
         self._pieces: dict[int, CompletionLogprobs] = {}
         self._held: dict[int, Pending] = {}
-        self._scored: dict[int, tuple[TextLogprob | None, ...]] = {}
+        self._scored: dict[int, Sequence[TextLogprob | None]] = {}
+        self._rows: dict[int, msgspec.Raw] = {}
         self._head = (
             b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":['
             % (_encode(answer.id), answer.created, _encode(answer.model))
         )
 
-    def chunks(self, batch: Batch) -> bytes:
+    async def chunks(self, batch: Batch) -> bytes:
         """One chunk for each event that says something."""
         parts: list[bytes] = []
         for prompt, event in batch:
@@ -181,7 +183,7 @@ class CompletionForm:
             if self._waits(prompt, choice) or not self._says(choice, event):
                 continue
             del self._held[choice]
-            parts.append(self._chunk(prompt, choice, event))
+            parts.append(await self._chunk(prompt, choice, event))
         return b"".join(parts)
 
     def _hold(self, prompt: int, event: TextEvent) -> None:
@@ -205,29 +207,32 @@ class CompletionForm:
         is_first = choice not in self._pieces
         return bool(event.text) or event.finish_reason is not None or (self._echo and is_first)
 
-    def _chunk(self, prompt: int, choice: int, event: TextEvent) -> bytes:
-        shown = self._shown(prompt, choice, event)
+    async def _chunk(self, prompt: int, choice: int, event: TextEvent) -> bytes:
+        shown = await self._shown(prompt, choice, event)
         usage = b""
         if self._include_usage:
             usage = _encode(self.usage.as_object()) if self._continuous else b"null"
             usage = b',"usage":' + usage
         return self._head + _encode(shown) + b"]" + usage + b"}\n\n"
 
-    def _shown(self, prompt: int, choice: int, event: TextEvent) -> dict[str, Any]:
+    async def _shown(self, prompt: int, choice: int, event: TextEvent) -> dict[str, Any]:
         """A choice object with what is new; the first time with the echo before it."""
         pieces = self._pieces.get(choice)
         is_first = pieces is None
         if pieces is None:
-            pieces = self._pieces[choice] = CompletionLogprobs(self._as_ids)
+            pieces = self._pieces[choice] = CompletionLogprobs(self._as_ids, self._turns)
         text = event.text
-        logprobs: dict[str, list[Any]] | None = None
+        runs: list[Sequence[TextLogprob] | Sequence[TextLogprob | None]] = []
         if is_first and self._echo:
             text = self._prompt_text(prompt) + text
             if self._logprobs:
-                logprobs = pieces.entries(self._scored.get(prompt, ()), self._first_token(prompt))
+                runs.append(self._scored.get(prompt, ()))
         if event.logprobs is not None:
-            more = pieces.entries(event.logprobs)
-            logprobs = more if logprobs is None else {k: v + more[k] for k, v in logprobs.items()}
+            runs.append(event.logprobs)
+        logprobs = None
+        if runs:
+            first = self._first_token(prompt) if is_first else ""
+            logprobs = msgspec.Raw(await pieces.encoded(*runs, first_token=first))
         shown: dict[str, Any] = {
             "index": choice,
             "text": text,
@@ -255,7 +260,7 @@ class CompletionForm:
             return b""
         return self._head + b'],"usage":' + _encode(self.usage.as_object()) + b"}\n\n"
 
-    def whole(self, batch: Batch) -> dict[str, Any]:
+    async def whole(self, batch: Batch) -> dict[str, Any]:
         """The text_completion object."""
         for prompt, event in batch:
             self.usage.count(prompt, event)
@@ -263,9 +268,12 @@ class CompletionForm:
                 self._scored[prompt] = event.prompt_logprobs
         choices: list[dict[str, Any]] = []
         for prompt, event in sorted(batch, key=lambda item: (item[0], item[1].index)):
-            shown = self._shown(prompt, prompt * self._n + event.index, event)
+            shown = await self._shown(prompt, prompt * self._n + event.index, event)
             if self._prompt_logprobs:
-                shown["prompt_logprobs"] = prompt_entries(self._scored.get(prompt, ()))
+                if prompt not in self._rows:
+                    rows = await prompt_entries(self._scored.get(prompt, ()), self._turns)
+                    self._rows[prompt] = msgspec.Raw(rows)
+                shown["prompt_logprobs"] = self._rows[prompt]
             choices.append(shown)
         return {
             "id": self._answer.id,

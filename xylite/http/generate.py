@@ -88,7 +88,7 @@ class Form(Protocol):
 
     usage: Usage
 
-    def chunks(self, batch: Batch) -> bytes:
+    async def chunks(self, batch: Batch) -> bytes:
         """The server-sent events that show a batch."""
         ...
 
@@ -96,7 +96,7 @@ class Form(Protocol):
         """The events after the last batch, without [DONE]."""
         ...
 
-    def whole(self, batch: Batch) -> dict[str, Any]:
+    async def whole(self, batch: Batch) -> dict[str, Any]:
         """The object that shows a whole answer."""
         ...
 
@@ -184,7 +184,7 @@ async def _streamed(request: web.Request, form: Form, delivery: Delivery) -> web
     interval = request.app[SERVICE].config.sse_keep_alive_interval * 0.9
     async for batch in delivery.batches():
         if batch:
-            data = form.chunks(batch)
+            data = await form.chunks(batch)
             # The end travels with the last text: one write, one packet.
             await stream.send(data + form.end() + DONE if delivery.is_over else data)
         elif interval and stream.silent_s >= interval:
@@ -195,6 +195,6 @@ async def _streamed(request: web.Request, form: Form, delivery: Delivery) -> web
 async def _whole(form: Form, delivery: Delivery) -> web.Response:
     async for batch in delivery.batches():
         if batch:
-            body = msgspec.json.encode(form.whole(batch))
+            body = msgspec.json.encode(await form.whole(batch))
             return web.Response(body=body, content_type="application/json")
     raise EngineError("the engine gave no answer")

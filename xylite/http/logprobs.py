@@ -1,10 +1,23 @@
-"""Log-probabilities in the two forms that OpenAI's endpoints have for them."""
+"""Log-probabilities in the two forms that OpenAI's endpoints have for them, as JSON.
+
+Thousands of tokens with 20 alternatives each are a second of work. So long lists are made in
+slices, and all requests of a server share one turnstile: at most one slice in a turn of the loop.
+"""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, TypeVar
 
+import msgspec
+
+from xylite.runtime.turnstile import Turnstile
 from xylite.text_engine import TextLogprob
+
+SLICE: Final = 256  # log-probabilities, alternatives included: 1 to 2 ms
+
+E = TypeVar("E", TextLogprob, TextLogprob | None)
+
+_encode = msgspec.json.Encoder().encode
 
 # JSON has no -inf; OpenAI writes this number for "impossible".
 FLOOR = -9999.0
@@ -28,35 +41,51 @@ def _chat_token(entry: TextLogprob, as_id: bool) -> dict[str, Any]:
     }
 
 
-def chat_entries(entries: Sequence[TextLogprob], as_id: bool) -> dict[str, Any]:
+async def slices(entries: Sequence[E], turns: Turnstile) -> AsyncIterator[Sequence[E]]:
+    """The entries, SLICE log-probabilities at a time and each time in its turn."""
+    num = SLICE // (1 + max((len(e.top) for e in entries[:2] if e is not None), default=0)) or 1
+    if len(entries) <= num:
+        yield entries
+        return
+    for start in range(0, len(entries), num):
+        await turns.wait()
+        yield entries[start : start + num]
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    """One JSON list of several, none of them empty."""
+    return parts[0] if len(parts) == 1 else b"[" + b",".join(p[1:-1] for p in parts) + b"]"
+
+
+async def chat_entries(entries: Sequence[TextLogprob], as_id: bool, turns: Turnstile) -> bytes:
     """The `logprobs` object of a chat choice."""
-    return {
-        "content": [
-            {
-                **_chat_token(entry, as_id),
-                "top_logprobs": [_chat_token(top, as_id) for top in entry.top],
-            }
-            for entry in entries
-        ]
-    }
+    parts = [
+        _encode(
+            [
+                {
+                    **_chat_token(entry, as_id),
+                    "top_logprobs": [_chat_token(top, as_id) for top in entry.top],
+                }
+                for entry in part
+            ]
+        )
+        async for part in slices(entries, turns)
+    ]
+    return b'{"content":' + _joined(parts) + b"}"
 
 
-def prompt_entries(
-    entries: Sequence[TextLogprob | None],
-) -> list[dict[str, dict[str, Any]] | None]:
+async def prompt_entries(entries: Sequence[TextLogprob | None], turns: Turnstile) -> bytes:
     """vLLM's `prompt_logprobs`: per token a map from token id to its log-probability."""
-    rows: list[dict[str, dict[str, Any]] | None] = []
-    for entry in entries:
-        if entry is None:
-            rows.append(None)
-            continue
-        row: dict[str, dict[str, Any]] = {
-            str(entry.token_id): _prompt_token(entry, None),
-        }
-        for rank, top in enumerate(entry.top, 1):
-            row[str(top.token_id)] = _prompt_token(top, rank)
-        rows.append(row)
-    return rows
+    return _joined([_encode([*map(_prompt_row, p)]) async for p in slices(entries, turns)])
+
+
+def _prompt_row(entry: TextLogprob | None) -> dict[str, dict[str, Any]] | None:
+    if entry is None:
+        return None
+    row: dict[str, dict[str, Any]] = {str(entry.token_id): _prompt_token(entry, None)}
+    for rank, top in enumerate(entry.top, 1):
+        row[str(top.token_id)] = _prompt_token(top, rank)
+    return row
 
 
 def _prompt_token(entry: TextLogprob, rank: int | None) -> dict[str, Any]:
@@ -69,16 +98,30 @@ class CompletionLogprobs:
     `text_offset` counts characters of the choice's text, so the object remembers how far it is.
     """
 
-    __slots__ = ("_as_id", "_offset")
+    __slots__ = ("_as_id", "_offset", "_turns")
 
-    def __init__(self, as_id: bool):
+    def __init__(self, as_id: bool, turns: Turnstile):
         self._as_id = as_id
+        self._turns = turns
         self._offset = 0
 
-    def entries(
-        self, entries: Sequence[TextLogprob | None], first_token: str = ""
-    ) -> dict[str, list[Any]]:
+    async def encoded(
+        self, *runs: Sequence[TextLogprob] | Sequence[TextLogprob | None], first_token: str = ""
+    ) -> bytes:
         """The next tokens; None stands for a token without a log-probability, `first_token`."""
+        parts: dict[str, list[bytes]] = {}
+        for run in runs:
+            async for part in slices(run, self._turns):
+                for key, values in self._entries(part, first_token).items():
+                    if values:
+                        parts.setdefault(key, []).append(_encode(values))
+        if not parts:
+            return _encode(self._entries((), first_token))
+        return b"{%s}" % b",".join(b'"%s":' % k.encode() + _joined(v) for k, v in parts.items())
+
+    def _entries(
+        self, entries: Sequence[TextLogprob | None], first_token: str
+    ) -> dict[str, list[Any]]:
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []

@@ -27,6 +27,7 @@ class Service:
     write_stall_s  how long a client may not read before its stream is closed
     noted_fields   request fields already mentioned in the log, at most MAX_NOTED_FIELDS
     arrivals       when handlers of new requests go on
+    slices         when the next slice of a long answer is made
     """
 
     engine: TextEngine
@@ -37,6 +38,7 @@ class Service:
     key_digests: tuple[bytes, ...] = ()
     noted_fields: set[str] = field(default_factory=set[str])
     arrivals: Turnstile = field(default_factory=lambda: Turnstile(ARRIVALS_PER_TURN))
+    slices: Turnstile = field(default_factory=lambda: Turnstile(1))
     _background: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def __post_init__(self) -> None:

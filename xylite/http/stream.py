@@ -90,7 +90,7 @@ class Pending:
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TextLogprob] | None = None
-        self._prompt_logprobs: tuple[TextLogprob | None, ...] | None = None
+        self._prompt_logprobs: Sequence[TextLogprob | None] | None = None
         self._append(first)
 
     def add(self, event: TextEvent) -> None:

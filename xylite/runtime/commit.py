@@ -1,6 +1,7 @@
 """After an iteration: what it produced enters the sequences, or they end with its failure."""
 
 from xylite.errors import EngineError, XyliteError
+from xylite.runtime.logprobs import token_logprob
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.queues import Counters, Queues
 from xylite.runtime.request import TokenEvent, TokenLogprob
@@ -28,7 +29,9 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Outcome]:
         row = end
         if seq.epoch == chunk.epoch and seq.finish is None:
             if result.prompt_logprobs is not None and chunk.num_prompt_rows:
-                _score_prompt(chunk, result.prompt_logprobs, prompt_row)
+                seq.prompt_logprobs.add(
+                    chunk.start + 1, result.prompt_logprobs, prompt_row, chunk.num_prompt_rows
+                )
             event = _advance(queues, chunk, [ids[r] for r in rows], rows, result.logprobs)
             if event is not None:
                 outcomes.append((seq, event))
@@ -76,9 +79,7 @@ def _advance(
         index=seq.index,
         tokens=tuple(new),
         logprobs=_logprobs(new, rows, logprobs, params.logprobs),
-        prompt_logprobs=(
-            tuple(seq.prompt_logprobs) if first and seq.wants_prompt_logprobs else None
-        ),
+        prompt_logprobs=seq.prompt_logprobs if first and seq.wants_prompt_logprobs else None,
         finish_reason=seq.finish,
         stop_token=stop_token,
         num_cached=max(seq.num_cached, 0),
@@ -96,16 +97,6 @@ def _count_draft(counters: Counters, chunk: Chunk, num_accepted: int) -> None:
     per_pos += [0] * (num_accepted - len(per_pos))
     for i in range(num_accepted):
         per_pos[i] += 1
-
-
-def _score_prompt(chunk: Chunk, rows: LogprobRows, first_row: int) -> None:
-    """Add the log-probabilities of prompt tokens that are not known from an earlier run."""
-    seq = chunk.seq
-    top = seq.request.params.prompt_logprobs or 0
-    for i in range(chunk.num_prompt_rows):
-        position = chunk.start + i + 1
-        if position == len(seq.prompt_logprobs):
-            seq.prompt_logprobs.append(_one_logprob(rows, first_row + i, seq.tokens[position], top))
 
 
 def _fail_non_finite(queues: Queues, plan: Plan, chunk: Chunk) -> list[Outcome]:
@@ -185,15 +176,10 @@ def _accepted(seq: Sequence, new: list[int]) -> EngineError | None:
     return None
 
 
-def _one_logprob(rows: LogprobRows, row: int, token: int, top: int) -> TokenLogprob:
-    alternatives = zip(rows.top_ids[row, :top].tolist(), rows.top[row, :top].tolist(), strict=True)
-    return TokenLogprob(token, float(rows.chosen[row]), tuple(alternatives))
-
-
 def _logprobs(
     tokens: list[int], rows: list[int], logprobs: LogprobRows | None, top: int | None
 ) -> tuple[TokenLogprob, ...] | None:
     if top is None or logprobs is None:
         return None
     pairs = zip(tokens, rows, strict=False)  # rows go on where the sequence ended
-    return tuple(_one_logprob(logprobs, r, t, top) for t, r in pairs)
+    return tuple(token_logprob(logprobs, r, t, top) for t, r in pairs)

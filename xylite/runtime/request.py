@@ -153,7 +153,7 @@ class TokenEvent:
     index            which of the request's n sequences
     logprobs         one per token, if asked for
     prompt_logprobs  on the first event of sequence 0, if asked for: one per prompt token, the
-                     first None
+                     first None; entries are made as they are read
     stop_token       the id that ended the sequence; it is the last of `tokens`
     num_cached       prompt tokens whose KV was found in the prefix tree
     error            set with finish_reason "error"
@@ -162,7 +162,7 @@ class TokenEvent:
     index: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     num_cached: int = 0

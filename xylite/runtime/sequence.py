@@ -6,7 +6,8 @@ catch up with the first; chunking, prefix hits, preemption and speculation are a
 
 from typing import Any
 
-from xylite.runtime.request import Constraint, Draft, FinishReason, Request, TokenLogprob
+from xylite.runtime.logprobs import PromptLogprobs
+from xylite.runtime.request import Constraint, Draft, FinishReason, Request
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
@@ -96,7 +97,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.num_cached = -1
         self.num_preemptions = 0
-        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.prompt_logprobs = PromptLogprobs(request.prompt, request.params.prompt_logprobs or 0)
         self.constraint: Constraint | None = (
             request.constraint() if request.constraint is not None else None
         )

@@ -12,7 +12,9 @@ continued    tokens of greedy answers until they differ from the first variant's
 
 The first variant is what the others are compared with: bfloat16 unless told otherwise. auto keeps
 the quantised weights of a GGUF file, such as the demo model's; float32 and bfloat16 dequantise
-them; int8 and int4 quantise what bfloat16 computes with.
+them; int8 and int4 quantise what bfloat16 computes with. A variant that ends in -shuffled is the
+same model with its channels in another order (bench/shuffled.py): what the format costs where the
+weights were not quantised before.
 
 --render writes README's table from bench/results/quality.json.
 """
@@ -24,6 +26,7 @@ import math
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +36,8 @@ from typing import Any, Final
 
 from bench.compare import machine
 from bench.compare.peers import ROOT
+from bench.model_dir import write_directory
+from bench.shuffled import write_shuffled
 from xylite import EngineConfig, SamplingParams, TextEngine
 from xylite.errors import ConfigError
 from xylite.text_engine import TextLogprob
@@ -43,7 +48,10 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "auto": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "int8-shuffled": {"quantization": "int8"},
+    "int4-shuffled": {"quantization": "int4"},
 }
+SHUFFLED: Final = "-shuffled"
 TEXTS: Final = ROOT / "bench" / "traces" / "texts"
 RESULT: Final = ROOT / "bench" / "results" / "quality.json"
 README: Final = ROOT / "README.md"
@@ -142,8 +150,20 @@ def prompts_of(texts: Mapping[str, Sequence[int]], count: int) -> list[list[int]
 
 async def answers(variant: str, args: argparse.Namespace) -> Answers:
     """Everything one variant is asked."""
+    if variant.endswith(SHUFFLED):
+        with tempfile.TemporaryDirectory() as folder:
+            plain, shuffled = Path(folder) / "plain", Path(folder) / "shuffled"
+            plain.mkdir()
+            shuffled.mkdir()
+            write_shuffled(args.model or write_directory(plain), shuffled)
+            return await answers_of(str(shuffled), variant, args)
+    return await answers_of(str(args.model or "demo"), variant, args)
+
+
+async def answers_of(model: str, variant: str, args: argparse.Namespace) -> Answers:
+    """The same with a given model."""
     settings: dict[str, Any] = {
-        "model": str(args.model) if args.model else "demo",
+        "model": model,
         "kv_cache_memory_bytes": 2**28,
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
@@ -199,18 +219,18 @@ def compared(ours: Answers, first: Answers) -> dict[str, Any]:
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """A row for each variant and text, then the greedy answers."""
     lines = [
-        f"{'variant':<10} {'text':<12} {'tokens':>7} {'perplexity':>11} {'ratio':>8} {'top-1':>7}"
+        f"{'variant':<13} {'text':<12} {'tokens':>7} {'perplexity':>11} {'ratio':>8} {'top-1':>7}"
     ]
     for variant, found in figures.items():
         for name, t in found["texts"].items():
             lines.append(
-                f"{variant:<10} {name:<12} {t['tokens']:>7} {t['perplexity']:>11.3f} "
+                f"{variant:<13} {name:<12} {t['tokens']:>7} {t['perplexity']:>11.3f} "
                 f"{t['ratio']:>8.4f} {t['top1']:>7.1%}"
             )
     for variant, found in figures.items():
         if found["answers"]:
             lines.append(
-                f"{variant:<10} {found['answers']} greedy answers agree for "
+                f"{variant:<13} {found['answers']} greedy answers agree for "
                 f"{found['continued_mean']} tokens on average, {found['continued_whole']:.0%} to "
                 "the end"
             )
@@ -230,7 +250,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         whole = found["texts"].get(ALL) or next(iter(found["texts"].values()))
         tokens = whole["tokens"]
         flags = " ".join(f"--{k} {v}" for k, v in found["settings"].items())
-        cells = [f"`{flags}`" if flags else variant, f"{whole['perplexity']:.2f}"]
+        named = (f"`{flags}`" if flags else variant) + ", shuffled" * variant.endswith(SHUFFLED)
+        cells = [named, f"{whole['perplexity']:.2f}"]
         if variant != first:
             cells += [
                 f"{whole['ratio'] - 1:+.1%}",

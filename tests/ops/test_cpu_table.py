@@ -14,7 +14,7 @@ from xylite import models
 from xylite.errors import ConfigError
 from xylite.kernels_cpu import build
 from xylite.models import layers, weights
-from xylite.ops import Batch, Ops, cpu, reference
+from xylite.ops import Batch, KVCache, Ops, cpu, reference
 from xylite.runtime.step import TokenTable
 
 CONFIG = {
@@ -52,10 +52,13 @@ class Run:
             batch = self.batch(start, end - start, neighbours)
             tokens = torch.cat((ids[start:end], ids[:neighbours]))
             batch = dataclasses.replace(batch, tokens=tokens)
-            hidden, self.kv = self.family.forward(self.params, self.kv, batch, self.spec, self.ops)
+            hidden, self.kv = self.hidden(self.kv, batch)
             rows = self.family.logits(self.params, hidden, self.spec, self.ops)
             out.append(rows[: end - start])
         return torch.cat(out)
+
+    def hidden(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        return self.family.forward(self.params, kv, batch, self.spec, self.ops)
 
     def batch(self, past: int, tokens: int, neighbours: int) -> Batch:
         chunks = [Chunk(past, tokens), *(Chunk(0, 1) for _ in range(neighbours))]

@@ -7,7 +7,8 @@ threads run one after the other. Layouts and meanings stand with the sources in 
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,18 +29,24 @@ _STRUCTS: Final = {
     "xl_add_rms_norm": "9qd",
     "xl_rope_append": "17qd",
     "xl_attention": "23q2d10q",
+    "xl_gather": "7q",
+    "xl_quant_gather": "10q",
 }
 # The others take their arguments one by one, after the pool.
 _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
     "xl_pack": (I32, P, I64, I64, I32, P),
-    "xl_gather": (I32, P, I64, I64, P, I64, P),
     "xl_quant_pack": (I32, I64, I32, P, P, P, I64, I64, I32, P),
     "xl_quant_from": (I32, P, I64, I64, I64, I32, P),
-    "xl_quant_gather": (I32, I64, I32, I32, P, I64, I64, P, I64, P),
     "xl_move_slots": (P, P, I32, P, P, I64, I64, I64, I64),
     "xl_gated_act": (P, I32, I32, P, I32, I64, I64),
     "xl_argmax": (P, I64, I64, I64, P),
+    "xl_finite": (P, I32, I64, I64, I64, P),
 }
+
+
+# Too short to give up the interpreter's lock for: the event loop would take it while the device
+# waits.
+_SHORT: Final = ("xl_argmax", "xl_finite")
 
 
 class Kernels:
@@ -50,7 +57,8 @@ class Kernels:
     """
 
     def __init__(self, path: Path, *, threads: int, spin_us: int = 50):
-        self._library = ctypes.CDLL(str(path))
+        self._path = str(path)
+        self._library = ctypes.CDLL(self._path)
         start = self._library.xl_pool_start
         start.argtypes, start.restype = (I32, I32), P
         stop = self._library.xl_pool_stop
@@ -61,6 +69,7 @@ class Kernels:
         self.threads = threads
         self._finalizer = weakref.finalize(self, stop, pool)
         self._pool = pool
+        self._recording: Recording | None = None
         self.pack = self._entry("xl_pack")
         self.gather = self._entry("xl_gather")
         self.linear = self._entry("xl_linear")
@@ -73,7 +82,10 @@ class Kernels:
         self.move_slots = self._entry("xl_move_slots")
         self.gated_act = self._entry("xl_gated_act")
         self.argmax = self._entry("xl_argmax")
+        self.finite = self._entry("xl_finite")
         self.attention = self._entry("xl_attention")
+        self._replay = self._library.xl_replay
+        self._replay.argtypes, self._replay.restype = (P, I64, P), I32
         self.packed_bytes = self._library.xl_packed_bytes
         self.packed_bytes.argtypes = (I32, I64, I64, I32)
         self.packed_bytes.restype = I64
@@ -84,24 +96,75 @@ class Kernels:
         self.huge_pages.argtypes, self.huge_pages.restype = (P, I64), None
 
     def _entry(self, name: str) -> Callable[..., None]:
-        function, pool = getattr(self._library, name), self._pool
+        library = ctypes.PyDLL(self._path) if name in _SHORT else self._library
+        function, pool = getattr(library, name), self._pool
         function.restype = I32
         if name in _STRUCTS:
             function.argtypes = (P, ctypes.c_char_p)
             pack = struct.Struct(_STRUCTS[name]).pack
+            entry = ctypes.cast(function, P).value
+            assert entry is not None
 
             def call(*args: int | float) -> None:
-                if code := function(pool, pack(*args)):
+                packed = pack(*args)
+                if self._recording is not None:
+                    self._recording.calls.append((entry, packed))
+                if code := function(pool, packed):
                     _fail(name, code)
 
             return call
         function.argtypes = (P, *_SIGNATURES[name])
 
         def call_plain(*args: int | float | None) -> None:
+            if self._recording is not None:
+                self._recording.foreign = name
             if code := function(pool, *args):
                 _fail(name, code)
 
         return call_plain
+
+    @contextmanager
+    def recorded(self, recording: "Recording") -> Iterator[None]:
+        """Keep the calls that are made meanwhile."""
+        self._recording = recording
+        try:
+            yield
+        finally:
+            self._recording = None
+        recording.close()
+
+    def replay(self, count: int, calls: Any) -> None:
+        """Make `count` recorded calls, in one call that never takes the interpreter's lock."""
+        if code := self._replay(self._pool, count, calls):
+            _fail("xl_replay", code)
+
+
+class Recording:
+    """Calls with all their arguments; who replays it keeps alive what the addresses point to.
+
+    foreign  a call that cannot be recorded was made, and which; then there is nothing to replay
+    """
+
+    def __init__(self, kernels: Kernels):
+        self.calls: list[tuple[int, bytes]] = []
+        self.foreign: str | None = None
+        self._kernels = kernels
+        self._arguments: Any = None
+        self._table: Any = None
+
+    def close(self) -> None:
+        """No more calls come: lay them out as xl_replay reads them."""
+        self._arguments = ctypes.create_string_buffer(b"".join(args for _, args in self.calls))
+        at = ctypes.addressof(self._arguments)
+        table: list[int] = []
+        for entry, args in self.calls:
+            table += (entry, at)
+            at += len(args)
+        self._table = (I64 * len(table))(*table)
+
+    def replay(self) -> None:
+        """Make the calls again."""
+        self._kernels.replay(len(self.calls), self._table)
 
 
 def _fail(name: str, code: int) -> None:

@@ -1,6 +1,6 @@
 """Weights as the kernels read them: packed once at load, in memory with huge pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -104,7 +104,9 @@ class Packer:
         }
         self._arena = _Arena(kernels)
         # A third cheaper than torch.empty, which counts a few hundred times per step.
-        self.empty = {t: torch.empty(0, dtype=t).new_empty for t in _ROW_TYPES}
+        self.empty: Mapping[torch.dtype, Callable[..., Tensor]] = {
+            t: torch.empty(0, dtype=t).new_empty for t in _ROW_TYPES
+        }
         # Type of rows that a linear layer reads next. Where every weight of the model rounds its
         # activations to bf16, they are handed over as such: the same numbers, half the traffic.
         self.rows = torch.float32
@@ -176,7 +178,7 @@ class Packer:
 
     def gather(self, w: PackedLinear | PackedQuant, ids: Tensor) -> Tensor:
         """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
-        out = torch.empty(ids.shape[0], w.k)
+        out = self.empty[torch.float32]((ids.shape[0], w.k))
         ids = ids.to(torch.int32).contiguous()
         where = w.n, w.k, ids.data_ptr(), ids.shape[0], out.data_ptr()
         if isinstance(w, PackedQuant):

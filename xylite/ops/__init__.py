@@ -24,10 +24,15 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @tree.node
 class DenseKV:
-    """KV of one layer, [N, G, P, D] each: one KV head of one block is one contiguous tile."""
+    """KV of one layer, [N, G, P, D] each: one KV head of one block is one contiguous tile.
+
+    int8 values have float32 scales [N, G, P], one per token and KV head: x = k * k_scale.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 KVCache = tuple[DenseKV, ...]
@@ -199,8 +204,8 @@ class Device:
                   attention needs no task table
     memory        () -> (free, total) bytes
     synchronize   waits until everything submitted has run
-    classes_of    (head size, attention kind) -> its tile classes, where they are not the same for
-                  all; ConfigError if there is no kernel. None = tile_classes always
+    classes_of    (head size, attention kind, dtype of KV) -> its tile classes, where they are not
+                  the same for all; ConfigError if there is no kernel. None = tile_classes always
     """
 
     kind: str
@@ -213,7 +218,7 @@ class Device:
     memory: Callable[[], tuple[int, int]]
     synchronize: Callable[[], None]
     block_sizes: tuple[int, ...] = ()
-    classes_of: Callable[[int, AttentionKind], tuple[int, ...]] | None = None
+    classes_of: Callable[..., tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,13 +295,15 @@ class Ops:
     gated_act(x [T, 2 F], kind)   -> act(x[:, :F]) * x[:, F:]
     grouped_linear(x, w, expert_of, ...) -> as linear, row t with the weight of expert_of[t]
     sample(logits [R, V], batch, state, mask) -> ids [R] int64; logits are consumed
+    finite(x [R, C])              -> [R] bool, False where a row has an infinity or a NaN
     verify(ids, parent, draft_token, depth)   -> accepted [R] bool
     move_slots(kv, src, dst)      -> the cache with rows moved, all sources read first
     copy_blocks(kv, src, dst)     -> the same for whole blocks
     zero_blocks(kv, blocks)       -> the cache with these blocks cleared
     all_reduce(x)                 -> sum over ranks
     replayed(forward, kv, batch)  -> forward(kv, batch), perhaps as a replay of an earlier call's
-                                  recording; the same pass at every call. None: nothing to gain
+                                  recording; the same pass at every call. The hidden states last
+                                  until the next one. None: nothing to gain
     warm_up                       numbers of tokens whose first pass takes long, because something
                                   is compiled or recorded for them: to be run before requests come
     invariant()                   -> the same table with sums in an order that the batch does not
@@ -305,6 +312,7 @@ class Ops:
                                   is called as pack_linear is, and `linear` takes its leaf
     stored_packers                quantised formats of files that can be kept as they are, by the
                                   file's name for them: (raw rows [N, bytes] uint8, gated) -> leaf
+    kv_formats                    what KV may be kept in besides the dtype of activations
     tuner                         measures what the linear layers leave open; None: nothing
     """
 
@@ -320,6 +328,7 @@ class Ops:
     gated_act: Callable[[Tensor, Activation], Tensor]
     grouped_linear: Callable[..., Tensor]
     sample: Callable[[Tensor, SampleBatch, SamplerState | None, Tensor | None], Tensor]
+    finite: Callable[[Tensor], Tensor]
     verify: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     move_slots: Callable[[KVCache, Tensor, Tensor], KVCache]
     copy_blocks: Callable[[KVCache, Tensor, Tensor], KVCache]
@@ -330,6 +339,7 @@ class Ops:
     invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     stored_packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    kv_formats: tuple[str, ...] = ()
     tuner: Tuner | None = None
 
 

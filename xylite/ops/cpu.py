@@ -39,6 +39,7 @@ from xylite.kernels_cpu.packed import (
     address,
     plain,
 )
+from xylite.kernels_cpu.replay import Replays
 from xylite.kernels_cpu.tuner import BlockTuner
 from xylite.ops import (
     Activation,
@@ -277,6 +278,15 @@ class _Table:
         return ids
 
 
+    def finite(self, x: Tensor) -> Tensor:
+        if x.dtype not in TYPES or x.stride(-1) != 1 or not x.numel():
+            return reference.finite(x)
+        sane = torch.empty(x.shape[0], dtype=torch.bool)
+        stride = max(x.stride(0), 1)
+        self.kernels.finite(x.data_ptr(), TYPES[x.dtype], *x.shape, stride, sane.data_ptr())
+        return sane
+
+
 def available() -> str | None:
     """None: the reference path needs nothing but torch."""
     return None
@@ -344,7 +354,10 @@ def table_of(
         attention=own.attention,
         move_slots=own.move_slots,
         sample=own.sample,
+        finite=own.finite,
+        replayed=Replays(kernels, own.packer),
         packers={"int8": own.packer.quantize, "int4": own.packer.quantize_int4},
+        kv_formats=(),
         stored_packers={kind: partial(own.packer.pack_gguf, kind) for kind in GGUF},
         tuner=BlockTuner(own.packer, tuned_path, measured.dot) if tuned_path else None,
     )

@@ -144,21 +144,37 @@ def qk_norm_rope_append(
     heads = qkv.unflatten(-1, (-1, dim))
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv, num_kv, num_kv], 1)
     turn = rope[positions]
-    q, k = _turned(q, q_norm, turn, eps), _turned(k, k_norm, turn, eps)
-    block, offset = slots // size, slots % size
-    kv.k[block, :, offset] = k.to(kv.k.dtype)
-    kv.v[block, :, offset] = v.to(kv.v.dtype)
+    q, k = _turned(q, q_norm, turn, eps).to(qkv.dtype), _turned(k, k_norm, turn, eps)
+    at = (slots // size, slice(None), slots % size)
+    if kv.k_scale is None or kv.v_scale is None:
+        kv.k[at], kv.v[at] = k.to(qkv.dtype).to(kv.k.dtype), v.to(kv.v.dtype)
+    else:
+        for x, pool, scales in ((k, kv.k, kv.k_scale), (v, kv.v, kv.v_scale)):
+            pool[at], scale = _quantised(x.to(_wide(x.dtype)))
+            scales[at] = scale.to(scales.dtype)
     packed = q.unflatten(1, (num_kv, -1)).transpose(0, 1).flatten(1, 2)
     return packed.contiguous(), kv
 
 
 def _turned(x: Tensor, norm: Tensor | None, turn: Tensor, eps: float) -> Tensor:
-    """Heads x [T, heads, D], normed over D, their first elements turned by turn [T, 2, rot / 2]."""
+    """Heads x [T, heads, D], normed over D, their first elements turned by turn [T, 2, rot / 2];
+    in at least float32, not rounded."""
     wide = x.to(_wide(x.dtype)) if norm is None else _rms_norm(x, norm, eps)
     half = turn.shape[-1]
     cos, sin = turn[:, 0, None], turn[:, 1, None]
     a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] as int8, ties up, and the scales [...]: the largest magnitude / 127.
+
+    Zeros have scale 1. A row that is not finite has a scale that is not either.
+    """
+    top = x.abs().amax(-1)
+    scale = torch.where(top == 0, 1.0, top / 127)
+    q = torch.floor(x / scale[..., None] + 0.5)
+    return q.nan_to_num(0).to(torch.int8), scale
 
 
 def attention(q: Tensor, kv: DenseKV, batch: Batch, kind: AttentionKind) -> Tensor:
@@ -183,10 +199,20 @@ def attention(q: Tensor, kv: DenseKV, batch: Batch, kind: AttentionKind) -> Tens
             seen = _visible(n, length, trees[i], kind.window).to(q.device)[:, first:]
         blocks = batch.block_table[i, first // size : -(-length // size)]
         keep = slice(first % size, first % size + length - first)
-        k = kv.k[blocks].transpose(0, 1).flatten(1, 2)[:, keep]
-        v = kv.v[blocks].transpose(0, 1).flatten(1, 2)[:, keep]
+        k, v = (
+            x.transpose(0, 1).flatten(1, 2)[:, keep]
+            for x in (
+                _values(kv.k[blocks], kv.k_scale, blocks),
+                _values(kv.v[blocks], kv.v_scale, blocks),
+            )
+        )
         out[start:end] = _softmax_attention(q[:, start:end], k, v, seen, kind)
     return out.flatten(1)
+
+
+def _values(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """What KV blocks x [n, G, P, D] stand for; scale [N, G, P] of int8 ones."""
+    return x if scale is None else x * scale[blocks][..., None]
 
 
 def _softmax_attention(
@@ -330,6 +356,11 @@ def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     return kept.masked_fill(kept < last, -torch.inf)
 
 
+def finite(x: Tensor) -> Tensor:
+    """[R] bool: the row of x [R, C] has no infinity and no NaN."""
+    return torch.isfinite(x).all(-1)
+
+
 def verify(ids: Tensor, parent: Tensor, draft_token: Tensor, depth: Tensor) -> Tensor:
     """[R] bool: the row is its chunk's first, or its parent is accepted and drew its token.
 
@@ -424,11 +455,13 @@ TABLE: Final = Ops(
     gated_act=gated_act,
     grouped_linear=grouped_linear,
     sample=sample,
+    finite=finite,
     verify=verify,
     move_slots=move_slots,
     copy_blocks=copy_blocks,
     zero_blocks=zero_blocks,
     all_reduce=all_reduce,
+    kv_formats=("int8",),
 )
 
 

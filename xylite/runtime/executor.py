@@ -103,7 +103,7 @@ class Executor:
     def _sample(self, forwarded: Forwarded, mask: np.ndarray | None) -> StepResult:
         step, hidden = forwarded.step, forwarded.hidden
         table = step.sample
-        sane = torch.isfinite(hidden).all(-1)
+        sane = self.ops.finite(hidden)
         rows = self._put(step.table.logit_rows)
         num_rows = rows.shape[0]
         ids = torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -111,8 +111,9 @@ class Executor:
         sane_rows = accepted
         logprobs = None
         if num_rows:
-            logits = self._logits(hidden[rows])
-            sane_rows = torch.isfinite(logits).all(-1)
+            is_all = num_rows == hidden.shape[0]  # each token has its row, as in decoding
+            logits = self._logits(hidden if is_all else hidden[rows])
+            sane_rows = self.ops.finite(logits)
             raw = logits.clone() if table.num_logprobs >= 0 else None
             batch = self._sample_batch(table)
             bits = None if mask is None else self._put(mask)
@@ -182,12 +183,7 @@ class Executor:
             for j, c in enumerate(tasks.classes):
                 arrays[f"tasks{i}.{j}"], arrays[f"core_start{i}.{j}"] = c.tasks, c.core_start
         put = self._put_all(arrays)
-        carry = put["carry"]
-        tokens = torch.where(
-            carry >= 0,
-            self._last_ids[carry.clamp(min=0, max=len(self._last_ids) - 1)],
-            put["tokens"],
-        )
+        tokens = self._carried(put["tokens"], put["carry"])
         lists = tuple(
             TaskLists(
                 tasks=tuple(put[f"tasks{i}.{j}"] for j in range(len(tasks.classes))),
@@ -212,7 +208,20 @@ class Executor:
             tasks=lists,
         )
 
+    def _carried(self, tokens: Tensor, carry: Tensor) -> Tensor:
+        """The tokens, those that the step before has drawn filled in."""
+        last = self._last_ids
+        if self._device.type == "cpu":
+            # By numpy: each call of torch gives up the interpreter's lock, and the event loop, which
+            # has just been handed a result, would take it from an idle device.
+            rows = carry.numpy()
+            drawn = last.numpy()[rows.clip(0, last.shape[0] - 1)]
+            return torch.from_numpy(np.where(rows >= 0, drawn, tokens.numpy()))
+        rows = carry.clamp(min=0, max=last.shape[0] - 1)
+        return torch.where(carry >= 0, last[rows], tokens)
+
     def _sample_batch(self, s: SampleTable) -> SampleBatch:
+        hot = s.temperature > 0
         put = self._put_all(
             {
                 "temperature": s.temperature,
@@ -222,7 +231,7 @@ class Executor:
                 "presence_penalty": s.presence_penalty,
                 "frequency_penalty": s.frequency_penalty,
                 "repetition_penalty": s.repetition_penalty,
-                "uniform": uniforms(s.seed, s.token_index),
+                "uniform": uniforms(s.seed, s.token_index) if hot.any() else s.temperature,
                 "state_row": s.state_row,
                 "mask_row": s.mask_row,
                 "bias_row": s.bias_row,
@@ -232,7 +241,6 @@ class Executor:
                 "seen_token": s.seen_token,
             }
         )
-        hot = s.temperature > 0
         filtered = hot & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
         return SampleBatch(
             **put,

@@ -236,6 +236,25 @@ XL_API int xl_gated_act(Pool* pool, const void* x, int x_type, int act, void* ou
   });
 }
 
+// 1 for each row [rows, n] without infinities and NaN: these times 0 are NaN, and so is their sum.
+XL_API int xl_finite(Pool* pool, const void* x, int type, int64_t rows, int64_t n, int64_t stride,
+                     uint8_t* out) {
+  return guarded(pool, [&] {
+    pool->each(rows, [&](int64_t r, int) {
+      int64_t i = r * stride;
+      const int64_t end = i + n;
+      vf a = {}, b = {};
+      for (; i + 2 * W <= end; i += 2 * W) {
+        a = fma(load_as(x, i, type), set(0.0f), a);
+        b = fma(load_as(x, i + W, type), set(0.0f), b);
+      }
+      float s = sum(a + b);
+      for (; i < end; i++) s += load_one(x, i, type) * 0.0f;
+      out[r] = s == s;
+    }, rows * n < 65536);
+  });
+}
+
 // The first largest of each row [rows, n], a NaN above all.
 XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_t stride,
                      int64_t* out) {

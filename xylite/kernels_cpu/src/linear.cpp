@@ -129,9 +129,17 @@ XL_API int xl_pack(Pool* pool, int type, const void* src, int64_t n, int64_t k, 
 }
 
 // Rows `ids` of packed, not gated weights, as float32.
-XL_API int xl_gather(Pool* pool, int type, const void* w, int64_t n, int64_t k,
-                         const int32_t* ids, int64_t count, float* out) {
+struct GatherCall {
+  int64_t type, w, n, k, ids, count, out;
+};
+
+XL_API int xl_gather(Pool* pool, const GatherCall* call) {
   return guarded(pool, [&] {
+    const int type = int(call->type);
+    const void* w = address(call->w);
+    const int64_t n = call->n, k = call->k, count = call->count;
+    const auto* ids = static_cast<const int32_t*>(address(call->ids));
+    auto* out = static_cast<float*>(writable(call->out));
     const int64_t lane = type == T_BF16 ? 2 : 1;
     const int64_t steps = (k + lane - 1) / lane;
     pool->each(count, [&](int64_t t, int) {

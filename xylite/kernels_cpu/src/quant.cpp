@@ -339,10 +339,17 @@ XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t group, int
 }
 
 // Rows `ids` of quantised, not gated weights as float32.
-XL_API int xl_quant_gather(Pool* pool, int bits, int64_t group, int has_min, int zero,
-                           const char* w, int64_t n, int64_t k, const int32_t* ids, int64_t count,
-                           float* out) {
+struct QuantGatherCall {
+  int64_t bits, group, has_min, zero, w, n, k, ids, count, out;
+};
+
+XL_API int xl_quant_gather(Pool* pool, const QuantGatherCall* call) {
   return guarded(pool, [&] {
+    const int bits = int(call->bits), has_min = int(call->has_min), zero = int(call->zero);
+    const int64_t group = call->group, n = call->n, k = call->k, count = call->count;
+    const auto* w = static_cast<const char*>(address(call->w));
+    const auto* ids = static_cast<const int32_t*>(address(call->ids));
+    auto* out = static_cast<float*>(writable(call->out));
     const Format f = format_of(bits, group, has_min, zero);
     const int64_t groups = f.groups(k);
     pool->each(count, [&](int64_t t, int) {

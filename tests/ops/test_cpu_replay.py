@@ -1,0 +1,132 @@
+"""Recorded passes of the CPU's table give what the passes themselves give, bit for bit."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels_cpu.tables import make, names
+from tests.ops.test_cpu_table import SCHEDULES, Run
+from xylite.kernels_cpu import replay
+from xylite.ops import Batch, KVCache, Ops, reference
+
+
+class Passes(Run):
+    """A model on a table whose passes are replayed where they can be; counts the others."""
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, quantization: str | None = None):
+        if quantization is not None:
+            ops = dataclasses.replace(ops, pack_linear=ops.packers[quantization])
+        super().__init__(ops, dtype)
+        self.num_run = 0
+
+    def hidden(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        assert self.ops.replayed is not None
+        return self.ops.replayed(self.forward, kv, batch)
+
+    def forward(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        self.num_run += 1
+        return self.family.forward(self.params, kv, batch, self.spec, self.ops)
+
+
+def plainly(ops: Ops) -> Ops:
+    """The table without replays."""
+    return dataclasses.replace(ops, replayed=lambda forward, kv, batch: forward(kv, batch))
+
+
+@pytest.mark.parametrize("isa", names())
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, "int8")],
+)
+def test_replayed_passes_are_the_passes(
+    isa: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    mine = Passes(make(isa), dtype, quantization)
+    plain = Passes(plainly(make(isa)), dtype, quantization)
+    for cuts in SCHEDULES:
+        for neighbours in (0, 1, 3):
+            assert torch.equal(mine.logits(cuts, neighbours), plain.logits(cuts, neighbours))
+    assert mine.num_run < plain.num_run / 4, "most of the passes were to be replayed"
+
+
+def test_what_outgrows_a_recording_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LEAST_ROOM", 1)
+    monkeypatch.setattr(replay, "_some_more", lambda n: max(n, 1))
+    mine = Passes(make(names()[0]), torch.float32)
+    plain = Passes(plainly(make(names()[0])), torch.float32)
+    cuts = SCHEDULES[-1]
+    assert torch.equal(mine.logits(cuts), plain.logits(cuts))
+    assert 1 < mine.num_run < 20
+
+
+def test_a_pass_with_other_ops_is_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    """A product by torch would be lost in a replay."""
+    ops = make(names()[0])
+
+    def louder(x: Tensor, residual: Tensor | None, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, total = make_norm(x, residual, w, eps)
+        return out * 1.5, total
+
+    make_norm = ops.add_rms_norm
+    ops = dataclasses.replace(ops, add_rms_norm=louder)
+    mine, plain = Passes(ops, torch.float32), Passes(plainly(ops), torch.float32)
+    with caplog.at_level("INFO"):
+        assert torch.equal(mine.logits([1, 2, 3, 4]), plain.logits([1, 2, 3, 4]))
+    assert mine.num_run == 5
+    assert "not replayed" in caplog.text
+    assert "aten.mul" in caplog.text
+
+
+def test_models_and_caches_keep_their_own_recordings() -> None:
+    ops = make(names()[0])
+    one, two = Passes(ops, torch.float32), Passes(ops, torch.float32)
+    two.params = dataclasses.replace(two.params, norm=two.params.norm * 2)
+    cuts = SCHEDULES[-1]
+    first, second = one.logits(cuts), two.logits(cuts)
+    assert torch.equal(one.logits(cuts), first)
+    assert torch.equal(two.logits(cuts), second)
+    assert not torch.equal(first, second)
+    one.kv = tuple(dataclasses.replace(leaf, k=leaf.k.clone(), v=leaf.v.clone()) for leaf in one.kv)
+    assert torch.equal(one.logits(cuts), first)
+
+
+def test_recordings_go_with_their_model() -> None:
+    ops = make(names()[0])
+    run = Passes(ops, torch.float32)
+    run.logits(SCHEDULES[-1])
+    assert isinstance(ops.replayed, replay.Replays)
+    assert len(ops.replayed._passes) == 1
+    gone = weakref.ref(run)
+    del run
+    gc.collect()
+    assert gone() is None
+    assert len(ops.replayed._passes) == 0
+
+
+def test_a_recording_keeps_no_more_memory_than_a_few_layers_need() -> None:
+    buffers = replay._Buffers()
+    for _ in range(100):
+        x = buffers.empty((7, 33), torch.bfloat16)
+        assert x.data_ptr() % replay.ALIGNMENT == 0
+        assert x.shape == (7, 33)
+        y = buffers.empty((7, 33), torch.bfloat16)
+        assert x.data_ptr() != y.data_ptr()
+        del x, y
+    assert len(buffers._all) == 2
+
+
+@pytest.mark.parametrize("isa", names())
+def test_rows_that_are_not_finite_are_found(isa: str) -> None:
+    ops = make(isa)
+    for width in (1, 15, 16, 33, 64, 1000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)) * 1000
+            x[1, width - 1], x[3, 0], x[4, width // 2] = torch.inf, torch.nan, -torch.inf
+            x = x.to(dtype)
+            assert ops.finite(x).tolist() == [True, False, True, False, False, True]
+            assert torch.equal(ops.finite(x), reference.finite(x))
+            assert torch.equal(ops.finite(x[:, : width // 2]), reference.finite(x[:, : width // 2]))

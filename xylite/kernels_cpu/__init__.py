@@ -12,7 +12,7 @@ The two ideas of the paper for threads: tiles of fixed size over a virtual M (a 
 every number of rows up to its largest, so nothing is padded), and attention cut into tasks that
 threads take in the table's order.
 
-Kept because `bench/ops_cpu.py` showed a gain: bf16 by the processor's own dot product where that is
+Kept because `bench/ops` showed a gain: bf16 by the processor's own dot product where that is
 faster than widening to float32 (measured at first start); fetching the next panel while one is
 multiplied (8 to 64 rows); fetching 8 KiB ahead in a weight that is read once (1 to 8 rows); huge
 pages; keys stored by dimension and values by pairs of tokens, as the tiles read them; rows handed

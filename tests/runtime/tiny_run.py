@@ -91,14 +91,21 @@ def run(
     max_draft: int = 4,
     num_blocks: int = 128,
     budget: int = 24,
+    max_num_seqs: int = 8,
     seed: int = 0,
+    target: Executor | None = None,
     after_step: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> Run:
-    """All requests to their end on the model of `seed`, two arriving at each iteration."""
+    """All requests to their end, two arriving at each iteration.
+
+    target  what runs them; by default the model of `seed`
+    """
     blocks = KVBlocks(num_blocks, BLOCK)
-    scheduler = Scheduler(blocks, budget=budget, max_num_seqs=8, max_queued=99, max_draft=max_draft)
-    tabulator = Tabulator(8, num_blocks, BLOCK)
-    target = executor(seed, num_blocks)
+    scheduler = Scheduler(
+        blocks, budget=budget, max_num_seqs=max_num_seqs, max_queued=9999, max_draft=max_draft
+    )
+    tabulator = Tabulator(max_num_seqs, num_blocks, BLOCK)
+    target = target or executor(seed, num_blocks, max_num_seqs)
     rng = random.Random(1)
     out = Run()
     left = list(requests)

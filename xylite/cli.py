@@ -123,7 +123,7 @@ COMPLETE: Final = Command(
 TUNE: Final = Command(
     "tune",
     "Measures which tiles and cache blocks are fastest for MODEL's linear layers on this device, "
-    "and keeps them in the cache directory. The next start reads them; results do not change.",
+    "and keeps them in the cache directory, where the next start finds them.",
     (TuneConfig,),
     ("model",),
     others=(EngineConfig, ServerConfig),

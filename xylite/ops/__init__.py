@@ -244,8 +244,11 @@ class Product:
 
 
 class Tuner(Protocol):
-    """What `xylite tune` asks of a table. A choice is whatever the table's kernels leave open; any
-    two of them compute the same, but for the order of sums. How candidates are compared is in xylite/tune.py."""
+    """What `xylite tune` asks of a table.
+
+    A choice is whatever the table's kernels leave open; any two of them compute the same, but for
+    the order of sums. How candidates are compared is in xylite/tune.py.
+    """
 
     @property
     def path(self) -> Path:

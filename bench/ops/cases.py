@@ -21,7 +21,7 @@ from xylite.ops import DenseKV, Ops, SampleBatch, reference
 
 # Weights of one shape, and KV of one iteration, rotate through this much memory on the host, so
 # that none is found in cache.
-ROTATE_BYTES: Final = 96 << 20
+ROTATE_BYTES: Final = 256 << 20
 TRACES: Final = ("azure_conversation", "azure_code")
 MIXES: Final = ("prefill", "decode", "verify", "mixed")
 TORCH, TUTORIAL = "torch", "tutorial"

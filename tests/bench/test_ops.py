@@ -142,7 +142,7 @@ def test_every_op_has_a_row_and_a_failing_one_says_why(tmp_path, without_norm, c
 
 def test_what_has_no_time_is_left_out_and_counted(tmp_path):
     code, result = measured(tmp_path, stand_in("cuda"), "--seconds", "0", "--formats", "plain")
-    assert code == 0 and result["rows"] == [] and result["left_out"] > 50
+    assert code == 0 and result["rows"] == [] and result["left_out"] > 40
 
 
 def test_an_unknown_format_is_refused_by_name(capsys):

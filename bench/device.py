@@ -72,7 +72,7 @@ def supply_config() -> None:
 
 
 def load(args: argparse.Namespace) -> Any:
-    """The Ops table."""
+    """The Ops table; before anything else is imported, because it may choose the interpreter."""
     if args.stand_in:
         from tests.kernels_triton.stand_in import stand_in
 
@@ -87,11 +87,11 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
     Results go to the file as they come: a kernel that kills the process leaves those before it.
     """
+    table = load(args)
     import torch
 
     from bench.ops import checks
 
-    table = load(args)
     dtypes = [torch.float16] if args.stand_in else [torch.bfloat16, torch.float16, torch.float32]
     made = [
         one
@@ -117,6 +117,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_ops(args: argparse.Namespace) -> dict[str, Any]:
     """`bench.ops` as it is, with the time there is."""
+    table = load(args)
     from bench.ops import __main__ as bench_ops
 
     words = ["--device", args.device, "--seconds", str(args.seconds), "--out", str(args.out)]
@@ -125,16 +126,16 @@ def measure_ops(args: argparse.Namespace) -> dict[str, Any]:
         words += ["--rows", "5", "--formats", "plain", "--rivals", "torch", "tutorial"]
     else:
         words += ["--figure-seconds", "0.1", "--jobs", str(args.jobs)]
-    bench_ops.main(words, load(args))
+    bench_ops.main(words, table)
     return json.loads(args.out.read_text())
 
 
 def run_engine(args: argparse.Namespace) -> dict[str, Any]:
     """Prefill and decode through the engine; see bench/decode.py."""
+    table = load(args)
     from bench import decode
     from bench.ops.shapes import SHAPES
 
-    table = load(args)
     if args.stand_in:
         return decode.measure(table, SHAPES["tiny"], decode.TINY, "float32")
     return decode.measure(table, SHAPES[args.shape], decode.FULL, "bfloat16")

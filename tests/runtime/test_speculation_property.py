@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.runtime.driver import Driver
 from tests.runtime.test_scheduler_property import requests, worlds
-from tests.toy import ToyExecutor, expected_tokens, toy_request
+from tests.toy import ToyDrafter, ToyExecutor, expected_tokens, toy_request
 from xylite.runtime.drafters import DraftOptions, ngram, suffix
+from xylite.runtime.request import SamplingParams
 
 OPTIONS = DraftOptions(
     num_tokens=5, lookup_min=1, lookup_max=3, max_cached_requests=50, max_spec_factor=3.0
@@ -125,6 +126,30 @@ def test_any_schedule_with_a_real_drafter_gives_the_tokens_of_full_recomputation
     check()
     assert totals["accepted"] > 60 and totals["rejected"] > 60, totals
     assert totals["chains"] > 50 and (module is ngram or totals["trees"] > 30), totals
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+def test_the_prefix_cache_holds_the_same_after_drafts(block_size):
+    def talk(propose):
+        """Turns of a conversation, each with all that was said before; what each found cached."""
+        driver = Driver(block_size=block_size, num_blocks=128, budget=16, max_draft=5)
+        found, text = [], [3, 1, 4]
+        for turn in range(6):
+            text += [9 + turn, 2]
+            params = SamplingParams(max_tokens=9, ignore_eos=True, seed=turn, n=1 + turn % 2)
+            (seq, *_) = driver.add(toy_request(f"t{turn}", text, params))
+            driver.run(propose=propose)
+            text = list(seq.tokens)
+            found.append((seq.num_cached, text))
+        c = driver.scheduler.counters
+        counts = (c.prefix_queries, c.prefix_hits, c.prompt_tokens, c.prompt_tokens_cached)
+        return found, counts, driver.blocks.num_cached, c
+
+    *plain, before = talk(None)
+    *drafted, after = talk(ToyDrafter(random.Random(7), 5).propose)
+    assert drafted == plain
+    assert before.prefix_hits > 100
+    assert after.spec_num_draft_tokens > after.spec_num_accepted_tokens > 10
 
 
 class Generous(ToyExecutor):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import bias
 
 from bench.ops import batches
 from bench.ops.batches import Chunk
@@ -152,6 +151,8 @@ def sdpa(work: Work) -> Run:
 def _causal(chunk: Chunk, device: torch.device) -> Any:
     """Each query sees what is before it: on CUDA said in a form that flash attention takes."""
     if device.type == "cuda":
+        from torch.nn.attention import bias  # here, because it takes torch's compiler with it
+
         return bias.causal_lower_right(chunk.tokens, chunk.kv_len)
     seen = torch.ones(chunk.tokens, chunk.kv_len, dtype=torch.bool, device=device)
     return seen.tril(chunk.past)

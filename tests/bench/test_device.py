@@ -21,9 +21,9 @@ import sys
 for name in {ABSENT}:
     sys.modules[name] = None
 from bench import device
-device.supply_config()
+code = device.main(sys.argv[1:])
 import bench.ops.__main__, bench.device_summary
-sys.exit(device.main(sys.argv[1:]))
+sys.exit(code)
 """
 
 

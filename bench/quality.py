@@ -37,7 +37,7 @@ from typing import Any, Final
 from bench.compare import machine
 from bench.compare.peers import ROOT
 from bench.model_dir import write_directory
-from bench.shuffled import write_shuffled
+from bench.shuffled import WEIGHTS, write_shuffled
 from xylite import EngineConfig, SamplingParams, TextEngine
 from xylite.errors import ConfigError
 from xylite.text_engine import TextLogprob
@@ -254,7 +254,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         cells = [named, f"{whole['perplexity']:.2f}"]
         if variant != first:
             cells += [
-                f"{whole['ratio'] - 1:+.1%}",
+                f"{whole['ratio'] - 1:+.2%}",
                 f"{whole['top1']:.1%}",
                 f"{found['continued_mean']:g} of {result['new_tokens']} tokens",
             ]
@@ -311,6 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not 1 <= args.stride < args.window:
         parser.error(f"--stride must be in [1, window - 1 = {args.window - 1}], got {args.stride}")
+    shuffled = [v for v in args.variant if v.endswith(SHUFFLED)]
+    if shuffled and args.model is not None and not (args.model / WEIGHTS).is_file():
+        parser.error(f"{shuffled[0]} needs a directory with {WEIGHTS}, got {args.model}")
     found: dict[str, Answers] = {}
     for variant in args.variant:
         start = time.perf_counter()

@@ -21,7 +21,8 @@ Order = Callable[[int, int], Tensor] | None
 
 
 def write_shuffled(source: Path, target: Path, seed: int = 0) -> Path:
-    """Write the directory `source`, of one safetensors file, to the folder `target`; returns it.
+    """Write the directory `source`, of one safetensors file, to the empty folder `target`;
+    returns it.
 
     Shuffled are the channels between layers, the inner ones of each MLP, and those of values within
     a head. Queries and keys stay: rotary positions know their order.

@@ -46,14 +46,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        about("Type of weights and KV; auto takes the checkpoint's own.", "model"),
+        about(
+            "Type of weights and KV; auto takes the checkpoint's own, and on the CPU keeps weights "
+            "that a GGUF file holds as Q8_0, Q4_0 or Q4_1 as they are.",
+            "model",
+        ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         about("Where weights come from; dummy makes random ones from config.json.", "model"),
     ] = "auto"
     quantization: Annotated[
-        str | None, about("Quantise linear weights at load: a format's name.", "model")
+        str | None,
+        about(
+            "Quantise linear weights at load, on the CPU: int8, or int4, which costs small models "
+            "much quality (embedding and head stay at 8 bits).",
+            "model",
+        ),
     ] = None
     max_model_len: Annotated[
         Positive | None, about("Longest sequence in tokens; auto is the model's own.", "model")

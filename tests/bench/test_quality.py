@@ -1,5 +1,6 @@
 """bench.quality: windows, figures, and the two together on the demo model."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from bench import quality
 from bench.quality import Answers, Scored
+from xylite.errors import ConfigError
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 9, 20, 21])
@@ -37,6 +39,51 @@ def test_figures_compare_with_the_first_variant():
     assert found["texts"]["t"]["ratio"] == pytest.approx(math.exp(0.1), abs=1e-4)
     assert found["texts"]["t"]["top1"] == 0.5
     assert (found["continued_mean"], found["continued_whole"]) == (2, 0.5)
+
+
+def test_texts_together_count_every_token_once():
+    first = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6)] * 2}, [])
+    ours = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6), Scored(-7.0, 7)]}, [])
+    found = quality.compared(ours, first)["texts"]
+    assert list(found) == ["a", "b", quality.ALL]
+    assert found[quality.ALL]["perplexity"] == pytest.approx(math.exp(4.0), abs=1e-3)
+    assert found[quality.ALL]["ratio"] == pytest.approx(math.exp(1.0), abs=1e-4)
+    assert (found[quality.ALL]["tokens"], found[quality.ALL]["top1"]) == (3, 0.6667)
+
+
+def test_the_table_in_the_readme_is_the_last_result():
+    text = quality.README.read_text()
+    assert quality.with_quality(text, json.loads(quality.RESULT.read_text())) == text
+
+
+def test_the_result_holds_no_place_of_a_machine():
+    assert "/" not in json.loads(quality.RESULT.read_text())["command"].replace(
+        "bench/results/quality.json", ""
+    )
+    assert quality._without_folder("/somewhere/model") == "model"
+    assert quality._without_folder("bench/results/quality.json") == "bench/results/quality.json"
+
+
+def test_a_format_that_the_device_lacks_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    async def answers(variant: str, args: argparse.Namespace) -> Answers:
+        if variant == "int4":
+            raise ConfigError("there is no int4 here", param="quantization")
+        return Answers({"t": [Scored(-1.0, 5)]}, [(1, 2)])
+
+    monkeypatch.setattr(quality, "answers", answers)
+    output = tmp_path / "q.json"
+    assert quality.main(["--variant", "int4", "auto", "--output", str(output)]) == 0
+    assert list(json.loads(output.read_text())["variants"]) == ["auto"]
+    assert "left out: int4: there is no int4 here" in capsys.readouterr().err
+    assert quality.main(["--variant", "int4"]) == 2
+
+
+def test_a_file_cannot_be_shuffled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        quality.main(["--variant", "int4-shuffled", "--model", str(tmp_path / "m.gguf")])
+    assert "int4-shuffled needs a directory with model.safetensors" in capsys.readouterr().err
 
 
 def test_every_text_can_be_read():

@@ -26,6 +26,7 @@ HOST = (
     "runtime.queues",
     "runtime.commit",
     "runtime.logprobs",
+    "runtime.trials",
     "runtime.scheduler",
     "runtime.token_table",
     "runtime.task_table",

@@ -135,17 +135,16 @@ def _fail_non_finite(queues: Queues, plan: Plan, chunk: Chunk) -> list[Outcome]:
 def fail(
     queues: Queues, plan: Plan, error: XyliteError, ahead: Plan | None = None
 ) -> list[Outcome]:
-    """An iteration raised: its sequences end with `error`; the rest of `ahead`, which builds on
-    it and whose result is to be ignored, starts over."""
+    """An iteration raised: a sequence that was alone in it ends with `error`, several are put on
+    trial and start over, as does the rest of `ahead`, which builds on it and whose result is to be
+    ignored."""
     outcomes: list[Outcome] = []
     plans = [plan] if ahead is None else [plan, ahead]
-    for chunk in plan.chunks:
-        seq = chunk.seq
-        if seq.epoch == chunk.epoch and seq.finish is None:
-            seq.finish = "error"
-            seq.poisoned = True
-            event = TokenEvent(index=seq.index, finish_reason="error", error=error)
-            outcomes.append((seq, event))
+    members = [c.seq for c in plan.chunks if c.epoch == c.seq.epoch and c.seq.finish is None]
+    for seq in queues.trials.accuse(members):
+        seq.finish = "error"
+        event = TokenEvent(index=seq.index, finish_reason="error", error=error)
+        outcomes.append((seq, event))
     affected: dict[int, Sequence] = {}
     for p in plans:
         for chunk in p.chunks:

@@ -26,7 +26,7 @@ from xylite.runtime.step import Step, StepResult
 from xylite.runtime.token_table import Tabulator, fill_masks
 
 PLAN_MARGIN_S = 0.002  # the next iteration is planned this long before the device is expected idle
-MAX_FAILED_STEPS = 5  # so many iterations failing one after the other means the device is lost
+MAX_FAILED_STEPS = 5  # so many failing one after the other raise the question: is it the device?
 
 _log = logging.getLogger(__name__)
 
@@ -338,7 +338,26 @@ class Engine:
                 return
             vain.exception()  # its outcome is of no interest, failed or not
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
-            self._die("the device fails every iteration")
+            if await self._device_answers():
+                self._failed_in_a_row = 0
+            else:
+                self._die("the device fails every iteration")
+
+    async def _device_answers(self) -> bool:
+        """Whether an iteration without anybody's data succeeds; nothing is in flight now."""
+        plan = self.scheduler.probe(self._clock())
+        if plan is None:
+            return True
+        step = self._tabulator.build(plan)
+        run = asyncio.wrap_future(self._device_thread.submit(self._runner.run, step, None))
+        try:
+            await asyncio.wait_for(asyncio.shield(run), self._watchdog_s)
+        except Exception:  # noqa: BLE001 - the edge: whatever it was, the device does not work
+            _log.exception("an iteration of one token of nobody's failed too")
+            return False
+        finally:
+            self.scheduler.end_probe(plan)
+        return True
 
     def _wants_to_draft(self) -> bool:
         if self._drafter is None:

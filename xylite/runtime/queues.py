@@ -10,6 +10,7 @@ from xylite.errors import Overloaded, RequestError
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.request import FinishReason, Request
 from xylite.runtime.sequence import Sequence
+from xylite.runtime.trials import Trials
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Counters:
 
 
 class Queues:
-    """Sequences that wait, and those that run.
+    """Sequences that wait, those that run, and those that are suspected of making steps fail.
 
     max_num_seqs  sequences that run at once (rows)
     max_queued    sequences that may wait beyond them
@@ -44,6 +45,7 @@ class Queues:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.counters = Counters()
+        self.trials = Trials()
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._serial = 0
 

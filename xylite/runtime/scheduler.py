@@ -10,13 +10,15 @@ runs.
 No clock, no randomness, no I/O: `now` is passed in, so a run can be replayed exactly.
 """
 
+from collections.abc import Collection
+
 from xylite.errors import XyliteError
 from xylite.runtime import commit
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.commit import Outcome
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.queues import Queues
-from xylite.runtime.request import Draft
+from xylite.runtime.request import Draft, Request, SamplingParams
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import StepResult
 
@@ -61,27 +63,43 @@ class Scheduler(Queues):
         ahead: another iteration is in flight. Nobody is preempted then, and sequences that are
         known to end with it are left out.
         """
+        while (group := self.trials.current()) is not None:
+            if ahead:  # if this one fails, it shall be for one reason only
+                return None
+            plan = self._plan_some(now, False, group)
+            if plan is not None:
+                return plan
+            outsiders = [s for s in self.running if s not in group and not s.num_inflight]
+            if not outsiders:
+                self.trials.drop()
+            for seq in outsiders:
+                self.preempt(seq)
+        return self._plan_some(now, ahead)
+
+    def _plan_some(
+        self, now: float, ahead: bool, only: Collection[Sequence] | None = None
+    ) -> Plan | None:
         while True:
             before = self.counters.num_preemptions
-            plan = self._plan(now, ahead)
+            plan = self._plan(now, ahead, only)
             # A sequence that gave way to none but itself leaves room for others.
             if plan is not None or self.counters.num_preemptions == before:
                 return plan
 
-    def _plan(self, now: float, ahead: bool) -> Plan | None:
+    def _plan(self, now: float, ahead: bool, only: Collection[Sequence] | None) -> Plan | None:
         plan = Plan(self._number, [], [], [], [])
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for seq in self.running:
             left = seq.remaining
-            if left <= 0 or seq.finish is not None:
+            if left <= 0 or seq.finish is not None or (only is not None and seq not in only):
                 continue
             if left > 1:
                 prefills.append(seq)
             elif not (seq.num_pending and seq.num_output + 1 >= seq.request.max_tokens):
                 decodes.append(seq)
         if self.free_rows:
-            prefills += self.waiting
+            prefills += [s for s in self.waiting if only is None or s in only]
         prefills.sort(key=lambda s: self._rank(s, now))
         share = self._decode_share(decodes, prefills)
         if len(decodes) > min(share, self.blocks.num_free):
@@ -300,11 +318,39 @@ class Scheduler(Queues):
         self.counters.prefix_hits += saved
         self.counters.prompt_tokens_cached += saved
 
+    def probe(self, now: float) -> Plan | None:
+        """An iteration of one token that nobody asked for, to see whether the device can run any;
+        None if there is no room for it. Not to be committed: see `end_probe`."""
+        block = self.blocks.take(1) if self.free_rows else None
+        if block is None:
+            return None
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        request = Request(
+            id="probe", prompt=(0,), params=params, max_tokens=1, end_tokens=frozenset(), seed=0
+        )
+        seq = Sequence(request, 0, now)
+        seq.row = self.free_rows.pop()
+        self.blocks.attach(seq)
+        seq.blocks += block
+        plan = Plan(self._number, [], [], self.blocks.taken_to_zero(), [seq])
+        self._append(plan, seq, 1, None)
+        self.running.append(seq)
+        seq.num_inflight, seq.finish = 1, "stop"
+        self._number += 1
+        return plan
+
+    def end_probe(self, plan: Plan) -> None:
+        """Take back what the probe held."""
+        (chunk,) = plan.chunks
+        chunk.seq.num_inflight = 0
+        chunk.seq.poisoned = True
+        self.leave(chunk.seq)
+
     def commit(self, plan: Plan, result: StepResult) -> list[Outcome]:
         """Enter what an iteration produced; the events for the clients, in chunk order."""
         return commit.commit(self, plan, result)
 
     def fail(self, plan: Plan, error: XyliteError, ahead: Plan | None = None) -> list[Outcome]:
-        """An iteration raised: its sequences end with `error`; the rest of `ahead`, which builds on
-        it and whose result is to be ignored, starts over."""
+        """An iteration raised: a sequence that was alone in it ends with `error`, several are put
+        on trial and start over, as does the rest of `ahead`, whose result is to be ignored."""
         return commit.fail(self, plan, error, ahead)

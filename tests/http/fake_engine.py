@@ -311,6 +311,7 @@ class FakeEngine:
             "finished": self.finished,
             "rejections": {"max_num_queued_reqs": 2},
             "spec_accepted_per_pos": [5, 2],
+            "iterations": {1: 4, 9: 2},
         }
 
     async def until(self, holds: Callable[[], bool]) -> None:

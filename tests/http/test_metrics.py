@@ -27,6 +27,10 @@ vllm:request_queue_time_seconds_bucket vllm:request_inference_time_seconds_bucke
 vllm:request_prefill_time_seconds_bucket vllm:request_decode_time_seconds_bucket
 vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
 vllm:request_max_num_generation_tokens_bucket vllm:request_params_max_tokens_bucket
+vllm:request_prefill_kv_computed_tokens_bucket vllm:prompt_tokens_cached_total
+vllm:num_requests_waiting_by_reason vllm:iteration_tokens_total_bucket
+vllm:iteration_tokens_total_sum vllm:iteration_tokens_total_count
+vllm:request_num_preemptions_bucket vllm:corrupted_requests_total
 vllm:request_params_n_bucket vllm:spec_decode_num_drafts_total
 vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_accepted_tokens_total
 vllm:spec_decode_num_accepted_tokens_per_pos_total
@@ -62,6 +66,12 @@ async def test_vllms_names_are_there(connect: Connect) -> None:
             assert {("model_name", "org/m"), ("engine", "0")} <= set(labels)
     assert value_of(found, "vllm:kv_cache_usage_perc") == 0.25
     assert value_of(found, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64") == 1
+    for reason, waiting in (("capacity", 3), ("deferred", 0)):
+        assert value_of(found, "vllm:num_requests_waiting_by_reason", reason=reason) == waiting
+    name = "vllm:iteration_tokens_total"
+    for bound, count in (("1.0", 4), ("8.0", 4), ("16.0", 6), ("+Inf", 6)):
+        assert value_of(found, f"{name}_bucket", le=bound) == count
+    assert value_of(found, f"{name}_sum") == 22
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert value_of(found, name, position="1") == 2
 

@@ -366,3 +366,10 @@ async def test_constraint_that_raises_ends_its_own_request_only(method):
         assert last.error.code == "constraint_failed"
         assert tokens == expected_tokens(request)
         assert engine.state == "ready"
+
+
+async def test_iterations_are_counted_by_their_tokens():
+    async with toy_engine(async_scheduling=False) as (engine, runner):
+        _, queue, _ = ask(engine, "r", [1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True)
+        await read(queue)
+        assert engine.snapshot()["iterations"] == {5: 1, 1: 2}

@@ -33,6 +33,7 @@ REQUEST_TIME = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 QUEUE_TIME = (0.001, 0.005, 0.01, 0.05, 0.1, *REQUEST_TIME)
+ITERATION_TOKENS = (1.0, *(float(2**i) for i in range(3, 15)))  # 1, 8, 16, ... 16384
 FEW = (1.0, 2.0, 5.0, 10.0, 20.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -59,10 +60,10 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count an observation, once or as often as it was made."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def observe_all(self, values: Iterable[float]) -> None:
         """Count many."""
@@ -227,6 +228,8 @@ class Metrics(Collector):
             for value, count in sorted(counts.items()):
                 counter.add_metric([*own, value], count)
             yield counter
+        yield self._waiting_by_reason(now, labels, own)
+        yield self._iteration_tokens(now, labels, own)
         yield self._accepted_by_position(now, labels, own)
         yield self._cache_config(now, labels, own)
         for name, about, _ in _HISTOGRAMS:
@@ -234,6 +237,33 @@ class Metrics(Collector):
             family = HistogramMetricFamily(f"vllm:{name}", about, labels=labels)
             family.add_metric(own, histogram.buckets(), histogram.total)
             yield family
+
+    @staticmethod
+    def _waiting_by_reason(
+        now: Mapping[str, Any], labels: list[str], own: list[str]
+    ) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences waiting, for room or for something else.",
+            labels=[*labels, "reason"],
+        )
+        gauge.add_metric([*own, "capacity"], now.get("num_waiting", 0))
+        gauge.add_metric([*own, "deferred"], 0)  # nothing else is waited for
+        return gauge
+
+    @staticmethod
+    def _iteration_tokens(
+        now: Mapping[str, Any], labels: list[str], own: list[str]
+    ) -> HistogramMetricFamily:
+        histogram = Histogram(ITERATION_TOKENS)
+        iterations: Mapping[int, int] = now.get("iterations", {})
+        for num_tokens, times in iterations.items():
+            histogram.observe(num_tokens, times)
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of an iteration.", labels=labels
+        )
+        family.add_metric(own, histogram.buckets(), histogram.total)
+        return family
 
     @staticmethod
     def _accepted_by_position(

@@ -312,6 +312,7 @@ class Engine:
         flight.seconds = seconds
         self._device_free_at = self._gap_since = now
         self.tallies.step_seconds += seconds
+        self.tallies.iterations[flight.plan.num_tokens] += 1
         key = flight.plan.num_tokens.bit_length()
         known = self._durations.get(key, seconds)
         # A quick fall and a slow rise: planning too early costs less than an idle device.

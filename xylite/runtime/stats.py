@@ -83,10 +83,12 @@ class Tallies:
     """What the engine loop counts beside the scheduler's counters.
 
     generation_tokens  tokens delivered to clients: what usage adds up to
+    iterations         committed iterations by their number of tokens
     """
 
     finished: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
+    iterations: Counter[int] = field(default_factory=Counter[int])
     generation_tokens: int = 0
     step_seconds: float = 0.0
     host_gap_seconds: float = 0.0
@@ -115,6 +117,7 @@ def snapshot(scheduler: Scheduler, tallies: Tallies) -> dict[str, Any]:
         "generation_tokens": tallies.generation_tokens,
         "num_steps": c.num_steps,
         "step_tokens": c.step_tokens,
+        "iterations": dict(tallies.iterations),
         "step_seconds": tallies.step_seconds,
         "host_gap_seconds": tallies.host_gap_seconds,
         "failed_steps": tallies.failed_steps,

@@ -159,8 +159,19 @@ XL_API int xl_rope_append(Pool* pool, const RopeCall* call) {
     pool->each((tokens + chunk - 1) / chunk * kv_heads, [&](int64_t u, int thread) {
       float* h = static_cast<float*>(pool->scratch(thread, size_t(d) * 2 * sizeof(float)));
       const int64_t g = u % kv_heads, from = u / kv_heads * chunk;
+      // A token's k row touches a line for each lane of elements, in a tile that nobody has read for
+      // a step: all of them are asked for while the token before is worked on.
+      auto fetch = [&](int64_t t) {
+        if (t >= tokens || t >= from + chunk || slots[t] < 0) return;
+        if (t > from && slots[t] == slots[t - 1] + 1) return;  // mostly the same lines
+        const char* tile = (const char*)k + size_t(slots[t] / p * kv_heads + g) * tile_bytes;
+        for (int64_t i = 0; i < d; i += at.lane)
+          __builtin_prefetch(tile + size_t(at.k(slots[t] % p, i)) * size_of(kv_type), 1);
+      };
+      fetch(from);
       bool v_done = false;  // with the token before
       for (int64_t t = from; t < tokens && t < from + chunk; t++) {
+        fetch(t + 1);
         const float* row = qkv + t * width;
         const float* cosines = rope + int64_t(positions[t]) * 2 * half;
         for (int64_t i = 0; i < group; i++) {

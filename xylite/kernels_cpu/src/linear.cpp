@@ -145,10 +145,13 @@ XL_API int xl_gather(Pool* pool, const GatherCall* call) {
     pool->each(count, [&](int64_t t, int) {
       const int64_t id = ids[t] < 0 ? 0 : ids[t] < n ? ids[t] : n - 1;
       const int64_t base = id / PANEL * steps * PANEL * lane + id % PANEL * lane;
+      const char* row = static_cast<const char*>(w) + base * int64_t(size_of(type));
+      const int64_t stride = PANEL * lane * int64_t(size_of(type));
+      for (int64_t i = 0; i < steps; i++) __builtin_prefetch(row + i * stride);  // a line each
       float* o = out + t * k;
       for (int64_t i = 0; i < k; i++)
         o[i] = load_one(w, base + i / lane * PANEL * lane + i % lane, type);
-    }, count < 8);
+    }, count < 32);
   });
 }
 

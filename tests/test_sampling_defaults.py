@@ -57,3 +57,23 @@ def test_what_would_refuse_every_request_stops_the_start(own, said):
 def test_an_unknown_override_is_named_with_those_there_are():
     with pytest.raises(ConfigError, match="'temp' is not a sampling default.*temperature.*max_new"):
         defaults(override_generation_config={"temp": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"[1]", "is not a JSON object: "),
+        (b"{", "is not a JSON object: "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_its_setting_and_the_reason(
+    content, said, tmp_path
+):
+    path = tmp_path / "generation_config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        defaults(generation_config=str(tmp_path))
+    assert str(raised.value).startswith(f"generation_config {path}: {said}")
+    assert raised.value.param == "generation_config"

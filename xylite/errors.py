@@ -97,3 +97,10 @@ class DeadlineExceeded(EngineError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+def file_reason(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file cannot be read, in plain words and without repeating its path."""
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8 text"
+    return f"cannot be read: {error.strerror or error}"

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from xylite.config import EngineConfig
-from xylite.errors import ConfigError, RequestError
+from xylite.errors import ConfigError, RequestError, file_reason
 from xylite.runtime.request import MAX_INT, Limits, SamplingParams, check_params
 
 # generation_config.json's names that SamplingParams has too
@@ -75,5 +75,8 @@ def _read_json_object(path: str) -> Mapping[str, Any]:
     try:
         with open(path, "rb") as f:
             return msgspec.json.decode(f.read(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"{path}: {e}", param="generation_config") from None
+    except OSError as e:
+        said = file_reason(e)
+    except msgspec.DecodeError as e:
+        said = f"is not a JSON object: {e}"
+    raise ConfigError(f"generation_config {path}: {said}", param="generation_config")

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
-from xylite.errors import ConfigError, Overloaded, RequestError
+from xylite.errors import ConfigError, Overloaded, RequestError, file_reason
 from xylite.runtime.engine import Engine
 from xylite.runtime.request import (
     Limits,
@@ -306,4 +306,6 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"chat_template {path}: {e}", param="chat_template") from None
+        raise ConfigError(
+            f"chat_template {path}: {file_reason(e)}", param="chat_template"
+        ) from None

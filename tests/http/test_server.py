@@ -175,10 +175,20 @@ async def test_address_in_use_is_a_clear_error() -> None:
 
 async def test_bad_certificates_are_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("no certificate")
-    for config in ({"ssl_keyfile": "k"}, {"ssl_certfile": str(tmp_path / "c")}):
-        with pytest.raises(ConfigError, match="ssl_"):
+    present, absent = str(tmp_path / "c"), str(tmp_path / "none")
+    for config, message in (
+        ({"ssl_keyfile": "k"}, "ssl_keyfile needs ssl_certfile"),
+        ({"ssl_certfile": present}, f"ssl_certfile {present}: it and its key .* must be PEM"),
+        ({"ssl_certfile": absent}, f"ssl_certfile {absent}: cannot be read: No such file"),
+        (
+            {"ssl_certfile": present, "ssl_keyfile": absent},
+            f"ssl_keyfile {absent}: cannot be read: No such file",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}") as raised:
             async with serving(FakeEngine(), **config):
                 pass
+        assert "Errno" not in str(raised.value)
 
 
 async def test_tls(tmp_path: Path) -> None:

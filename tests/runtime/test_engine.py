@@ -369,7 +369,7 @@ async def test_constraint_that_raises_ends_its_own_request_only(method):
 
 
 async def test_iterations_are_counted_by_their_tokens():
-    async with toy_engine(async_scheduling=False) as (engine, runner):
+    async with toy_engine(async_scheduling=False) as (engine, _):
         _, queue, _ = ask(engine, "r", [1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True)
         await read(queue)
         assert engine.snapshot()["iterations"] == {5: 1, 1: 2}

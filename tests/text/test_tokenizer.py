@@ -220,7 +220,7 @@ def test_post_processor_of_the_file_stays_unless_the_config_speaks(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not a tokenizer"), ("[]", "is not a tokenizer"), ("\xff", "cannot be read")],
+    [("{", "is not a tokenizer"), ("[]", "is not a tokenizer"), ("\xff", "is not UTF-8 text")],
 )
 def test_broken_files_are_named(tmp_path: Path, content: str, message: str):
     path = tmp_path / "tokenizer.json"

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from xylite.config import ServerConfig
-from xylite.errors import ConfigError, EngineError, XyliteError
+from xylite.errors import ConfigError, EngineError, XyliteError, file_reason
 from xylite.http.failures import HttpError, error_response
 
 KEEP_ALIVE_S = 75.0
@@ -140,8 +140,21 @@ def _tls(config: ServerConfig) -> ssl.SSLContext | None:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        path = getattr(config, name)
+        try:
+            if path is not None:
+                with open(path, "rb"):
+                    pass
+        except OSError as e:
+            raise ConfigError(f"{name} {path}: {file_reason(e)}", param=name) from None
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"ssl_certfile {config.ssl_certfile}: {e}") from None
+    except ssl.SSLError as e:
+        key = config.ssl_keyfile or "the same file"
+        raise ConfigError(
+            f"ssl_certfile {config.ssl_certfile}: it and its key in {key} must be PEM text and "
+            f"belong together ({e.reason or e})",
+            param="ssl_certfile",
+        ) from None
     return context

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from xylite.checkpoint import Checkpoint
-from xylite.errors import ConfigError, RequestError
+from xylite.errors import ConfigError, RequestError, file_reason
 from xylite.text.gguf_tokenizer import add_boundary_tokens, from_gguf
 
 # Tokens that end a turn, for GGUF files that mark only the end of text. Names as llama.cpp's.
@@ -117,7 +117,7 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
         with open(path, encoding="utf-8") as file:
             inner = tokenizers.Tokenizer.from_str(file.read())
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} cannot be read: {e}") from e
+        raise ConfigError(f"{path}: {file_reason(e)}") from e
     except Exception as e:  # tokenizers raises plain Exception
         raise ConfigError(f"{path} is not a tokenizer that this version can load: {e}") from e
     config = checkpoint.tokenizer_config or {}

@@ -88,6 +88,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Annotated[
         Positive | None, about("Tokens per KV block; auto is what suits the device.", "cache")
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"],
+        about(
+            "Type of KV: int8 takes half of bfloat16's memory, with a scale per token and head; auto "
+            "is that of dtype.",
+            "cache",
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV of beginnings that were seen before.", "cache")
     ] = True

@@ -218,10 +218,23 @@ class Decoder:
 
         def view(core: Core, env: Env) -> View:
             b: View = env[base]
-            bit = _int(env, offset) * BITS[b.dtype]
+            bit = b.base + _int(env, offset) * BITS[b.dtype]
             return b.like(bit, _ints(env, sizes), _ints(env, steps))
 
         return _pure(result, view)
+
+    def _memref_extract_strided_metadata(self, result: str | None, text: str) -> Run:
+        """The allocation, offset, sizes and strides of a view of one dimension."""
+        source, stores = _operands(text)[0], [_setter(name) for name in (result or "").split(", ")]
+
+        def run(core: Core, env: Env) -> None:
+            b: View = env[source]
+            offset = (b.bit - b.base) // BITS[b.dtype]
+            values = [b.like(b.base, [], []), offset, *b.sizes, *b.strides]
+            for store, value in zip(stores, values, strict=True):
+                store(env, value)
+
+        return run
 
     def _memref_subview(self, result: str | None, text: str) -> Run:
         match = re.match(

@@ -48,9 +48,12 @@ def row_major(sizes: Sequence[int]) -> list[int]:
 
 
 class View:
-    """A memref: elements of `dtype` in `memory`, from bit `bit` on. Every access checks bounds."""
+    """A memref: elements of `dtype` in `memory`, from bit `bit` on. Every access checks bounds.
 
-    __slots__ = ("bit", "dtype", "memory", "sizes", "space", "strides")
+    base  the first bit of the allocation that this is a view of
+    """
+
+    __slots__ = ("base", "bit", "dtype", "memory", "sizes", "space", "strides")
 
     def __init__(
         self,
@@ -60,15 +63,17 @@ class View:
         sizes: Sequence[int],
         strides: Sequence[int],
         space: str,
+        base: int | None = None,
     ):
         self.memory, self.dtype, self.bit, self.space = memory, dtype, bit, space
+        self.base = bit if base is None else base
         self.sizes, self.strides = list(sizes), list(strides)
 
     def like(
         self, bit: int, sizes: Sequence[int], strides: Sequence[int], dtype: str | None = None
     ) -> "View":
         """Another view on the same memory."""
-        return View(self.memory, dtype or self.dtype, bit, sizes, strides, self.space)
+        return View(self.memory, dtype or self.dtype, bit, sizes, strides, self.space, self.base)
 
     def _empty(self) -> bool:
         """True if there is no element; Fault if any is outside the memory."""

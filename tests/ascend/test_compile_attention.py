@@ -11,6 +11,7 @@ from tests.ascend.compiler import Program, compile_kernel
 from tests.kernels_triton.attention_cases import merge_case, tasks_case, tree_case
 from tests.kernels_triton.cases import Shape
 from tests.kernels_triton.compile_cases import Case
+from xylite.errors import ConfigError
 from xylite.kernels_triton.attention_tiles import HEAD_SIZES, AttentionTiles, attention_tiles
 
 KINDS = {"plain": (0, 0.0), "window": (1024, 0.0), "cap": (0, 50.0), "both": (1024, 50.0)}
@@ -35,8 +36,6 @@ def entries(generation: str) -> Iterator[Case]:
                 if tile_q == 16 and kind in ("window", "cap"):
                     continue  # less than "both", in the same tile
                 yield tasks_case(shape, tiles, tile_q)
-        if generation == "1.0.0":
-            continue
         for kind in ("plain", "both"):
             shape = shape_of(head_size, kind)
             tiles = tiles_of(chip, shape, int8=True)
@@ -81,6 +80,20 @@ def test_attention_fits_the_chip_with_the_oldest_compiler_on_one_vector_core(hea
     shape = shape_of(head_size, "both")
     tiles = tiles_of("910b-1.0.0", shape)
     check(compile_case(tasks_case(shape, tiles, tiles.tile_q[-1]), "1.0.0"), vector_cores=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_size", HEAD_SIZES[:-1])
+def test_int8_kv_fits_the_chip_with_the_oldest_compiler(head_size, kind):
+    shape = shape_of(head_size, kind)
+    tiles = tiles_of("910b-1.0.0", shape, int8=True)
+    case = tasks_case(shape, tiles, tiles.tile_q[-1], int8=True)
+    check(compile_case(case, "1.0.0"), vector_cores=1)
+
+
+def test_int8_kv_of_the_largest_heads_is_refused_with_the_oldest_compiler():
+    with pytest.raises(ConfigError, match="910b-1.0.0 has no kernel for int8 KV at head size 256"):
+        tiles_of("910b-1.0.0", shape_of(256, "plain"), int8=True)
 
 
 @pytest.mark.parametrize("generation", ["1.1.0", "1.2.0"])

@@ -7,7 +7,7 @@ import pytest
 from tests.ascend.compiler import Program, compile_kernel
 from tests.ascend.emulator import launch
 from tests.ascend.test_execute_linear import SENTINEL, UNIT, read, sigmoid, stored
-from tests.kernels_triton.compile_cases import pointers, rope_tiles
+from tests.kernels_triton.compile_cases import pointers, rope_signature, rope_tiles
 from xylite.kernels_triton.gated_act import gated_act, gather_rows
 from xylite.kernels_triton.move_blocks import move_pieces, zero_blocks
 from xylite.kernels_triton.norm_rope_append import add_rms_norm, qk_norm_rope_append
@@ -67,26 +67,22 @@ def test_compiled_norm_equals_float64(width, tile, residual, kind, generation):
 
 @both
 @kinds
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed, int8", [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(
     "h, g, d, rot, elements",
     [(6, 2, 64, 64, 2048), (7, 1, 64, 64, 2048), (9, 3, 64, 64, 128), (4, 4, 80, 32, 128)],
 )
-def test_compiled_rope_and_append_equal_float64(h, g, d, rot, elements, normed, kind, generation):
+def test_compiled_rope_and_append_equal_float64(
+    h, g, d, rot, elements, normed, int8, kind, generation
+):
     t, n, p = 5, 2, 16
     row = Tiles("rope", "", HALF, {"TILE": elements})
     program = compiled(
         qk_norm_rope_append,
-        {
-            **pointers(
-                qkv=kind, positions="i32", rope="fp32", q_norm=kind, k_norm=kind, slots="i32",
-                q=kind, k=kind, v=kind, rows="i32",
-            ),
-            "q_stride": "i32", "eps": "fp32",
-        },
+        rope_signature(kind, int8),
         {
             "H": h, "G": g, "D": d, "P": p, "ROT": rot, **rope_tiles(row, h, g, d, rot),
-            "Q_NORM": normed, "K_NORM": normed,
+            "Q_NORM": normed, "K_NORM": normed, "HAS_SCALES": int8,
         },
         generation,
     )  # fmt: skip
@@ -98,11 +94,15 @@ def test_compiled_rope_and_append_equal_float64(h, g, d, rot, elements, normed, 
     rope = np.stack([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
     norms = [stored(rng.standard_normal(d), kind) for _ in range(2)]
     q = stored(np.full((g, t * (h // g), d), SENTINEL), kind)
-    k, v = (stored(np.full((n, g, p, d), SENTINEL), kind) for _ in range(2))
-    run(
-        program,
-        [qkv, positions, rope, *norms, slots, q, k, v, count(t), t * (h // g) * d, 1e-5],
+    k, v = (
+        np.full((n, g, p, d), 77, np.int8)
+        if int8
+        else stored(np.full((n, g, p, d), SENTINEL), kind)
+        for _ in range(2)
     )
+    ks, vs = np.full((2, n, g, p), np.nan, np.float32)
+    sizes = (count(t), t * (h // g) * d, 1e-5)
+    run(program, [qkv, positions, rope, *norms, slots, q, k, v, ks, vs, *sizes])
     heads = read(qkv, kind).reshape(t, h + 2 * g, d)
 
     def turned(x, w):
@@ -115,7 +115,19 @@ def test_compiled_rope_and_append_equal_float64(h, g, d, rot, elements, normed, 
     exact_q = turned(heads[:, :h], norms[0]).reshape(t, g, h // g, d).transpose(1, 0, 2, 3)
     terms = np.abs(exact_q).max()
     check(read(q, kind), exact_q.reshape(q.shape), kind, terms)
-    for pool, exact in ((k, turned(heads[:, h : h + g], norms[1])), (v, heads[:, h + g :])):
+    for pool, scales, exact in (
+        (k, ks, turned(heads[:, h : h + g], norms[1])),
+        (v, vs, heads[:, h + g :]),
+    ):
+        if int8:
+            scale = scales.transpose(0, 2, 1).reshape(n * p, g)
+            assert np.isnan(np.delete(scale, slots, 0)).all()
+            scale = scale[slots][..., None]
+            np.testing.assert_allclose(scale[..., 0], np.abs(exact).max(-1) / 127, rtol=1e-5)
+            rows = pool.transpose(0, 2, 1, 3).reshape(n * p, g, d)
+            assert (np.abs(rows[slots] * scale - exact) <= 0.5001 * scale).all()
+            assert (np.delete(rows, slots, 0) == 77).all()
+            continue
         rows = read(pool, kind).transpose(0, 2, 1, 3).reshape(n * p, g, d)
         check(rows[slots], exact, kind, np.abs(exact).max())
         assert (np.delete(rows, slots, 0) == SENTINEL).all()

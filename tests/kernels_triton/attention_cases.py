@@ -86,9 +86,11 @@ def table_cases(chip: str) -> Iterator[Case]:
             shape = Shape(8, 4, head_size, tiles.tile_kv, window, cap)
             for tile_q in tiles.tile_q if tree else tiles.tile_q[-1:]:
                 yield tasks_case(shape, tiles, tile_q, tree=tree)
-    for head_size in (64, 128):
-        tiles = attention_tiles(chip, head_size, int8=True)
-        yield tasks_case(Shape(8, 4, head_size, tiles.tile_kv), tiles, tiles.tile_q[-1], int8=True)
+        for window, cap in ((1024, 50.0), (0, 0.0)):
+            tiles = attention_tiles(chip, head_size, window=window, cap=cap, int8=True)
+            shape = Shape(8, 4, head_size, tiles.tile_kv, window, cap)
+            for tile_q in tiles.tile_q if window else tiles.tile_q[-1:]:
+                yield tasks_case(shape, tiles, tile_q, int8=True)
     yield merge_case(Shape(dim=128), options={})
     yield merge_case(Shape(dim=80), options={})
     yield tree_case(Shape(group=7, block_size=64), 128, options={})

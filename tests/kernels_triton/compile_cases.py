@@ -115,11 +115,35 @@ def gather_cases(row: Tiles) -> Iterator[Case]:
                 f"{'read' if gather else 'write'} {name} {row.dtype}", move_blocks.move_pieces,
                 moved, {**shape, "GATHER": gather}, row.options,
             )  # fmt: skip
+    if row.dtype == HALF:
+        yield from int8_cases(row)
     yield Case(
         f"zero blocks {row.dtype}", move_blocks.zero_blocks,
         pointers(k=kind, v=kind, blocks="i32", num="i32"),
         {"SIZE": 8 * 128 * 128, "TILE_C": tile}, row.options,
     )  # fmt: skip
+
+
+def int8_cases(row: Tiles) -> Iterator[Case]:
+    """Moving and clearing int8 KV and its scales, [N, G, P]."""
+    tile = row.sizes["TILE"]
+    for what, kind, d in (("values", "i8", 128), ("scales", "fp32", 1)):
+        moved = pointers(**dict.fromkeys(("from_k", "from_v", "to_k", "to_v"), kind))
+        moved |= pointers(index="i32", num="i32")
+        slots = {"ROWS": 128, "PIECE": d, "PIECES": 8, "STEP": 128 * d, "TILE_C": d}
+        block = 8 * 128 * d
+        blocks = {"ROWS": 1, "PIECE": block, "PIECES": 1, "STEP": 0, "TILE_C": min(tile, block)}
+        for gather in (True, False):
+            for name, shape in (("slots", slots), ("blocks", blocks)):
+                yield Case(
+                    f"{'read' if gather else 'write'} int8 {what} of {name}",
+                    move_blocks.move_pieces, moved, {**shape, "GATHER": gather}, row.options,
+                )  # fmt: skip
+        yield Case(
+            f"zero int8 {what} of blocks", move_blocks.zero_blocks,
+            pointers(k=kind, v=kind, blocks="i32", num="i32"),
+            {"SIZE": block, "TILE_C": min(tile, block)}, row.options,
+        )  # fmt: skip
 
 
 # (H, G, D, rotated columns): Llama-3-8B, Qwen2.5-7B, Gemma-2-9B, Phi-2, SmolLM2-135M, Llama-3-70B,
@@ -142,22 +166,29 @@ def rope_tiles(row: Tiles, h: int, g: int, d: int, rot: int) -> dict[str, int]:
     }  # fmt: skip
 
 
+def rope_signature(kind: str, int8: bool = False) -> dict[str, str]:
+    """Run-time arguments of `qk_norm_rope_append`; int8: of the cache."""
+    kv = "i8" if int8 else kind
+    tensors = pointers(
+        qkv=kind, positions="i32", rope="fp32", q_norm=kind, k_norm=kind, slots="i32", q=kind,
+        k=kv, v=kv, ks="fp32", vs="fp32", rows="i32",
+    )  # fmt: skip
+    return {**tensors, "q_stride": "i32", "eps": "fp32"}
+
+
 def rope_cases(row: Tiles) -> Iterator[Case]:
     kind = activation(row)
-    signature = pointers(
-        qkv=kind, positions="i32", rope="fp32", q_norm=kind, k_norm=kind, slots="i32", q=kind,
-        k=kind, v=kind, rows="i32",
-    )  # fmt: skip
     for h, g, d, rot in HEADS:
-        for normed in (True, False):
+        for normed, int8 in ((True, False), (False, False), (True, True)):
             constants = {
                 "H": h, "G": g, "D": d, "P": 128, "ROT": rot, **rope_tiles(row, h, g, d, rot),
-                "Q_NORM": normed, "K_NORM": normed,
+                "Q_NORM": normed, "K_NORM": normed, "HAS_SCALES": int8,
             }  # fmt: skip
+            extra = " + norms" * normed + " to int8" * int8
             yield Case(
-                f"rope {row.dtype} H{h} G{g} D{d} rot{rot}{' + norms' if normed else ''}",
-                norm_rope_append.qk_norm_rope_append,
-                {**signature, "q_stride": "i32", "eps": "fp32"}, constants, row.options,
+                f"rope {row.dtype} H{h} G{g} D{d} rot{rot}{extra}",
+                norm_rope_append.qk_norm_rope_append, rope_signature(kind, int8), constants,
+                row.options,
             )  # fmt: skip
 
 

@@ -81,6 +81,55 @@ def test_rope_and_append_equal_the_reference(target, h, g, d, rot, normed, dtype
         assert_near(written[~written.isnan()], there, there.abs() + 4 * there.abs().amax())
 
 
+def int8_pool(n: int, g: int, p: int, d: int) -> DenseKV:
+    """Blocks whose every slot shows whether it was written."""
+    k, v = (torch.full((n, g, p, d), 77, dtype=torch.int8) for _ in "kv")
+    k_scale, v_scale = (torch.full((n, g, p), torch.nan) for _ in "kv")
+    return DenseKV(k, v, k_scale, v_scale)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("h, g, d, rot", HEADS)
+def test_append_to_int8_equals_the_reference_but_for_ties(target, h, g, d, rot, dtype):
+    t, n, p = 5, 3, 16
+    qkv = random(t, (h + 2 * g) * d, dtype=dtype)
+    qkv[3] = 0
+    positions = torch.tensor([0, 7, 8, 3, 49], dtype=torch.int32)
+    slots = torch.tensor([47, 0, 15, 16, 33], dtype=torch.int32)
+    norms = {f"{x}_norm": random(d + ord(x), dtype=dtype)[:d] for x in "qk"}
+    kv, exact = int8_pool(n, g, p, d), int8_pool(n, g, p, d)
+    rope = rope_table(50, rot)
+    q, kv = launch.qk_norm_rope_append(target, qkv, positions, rope, kv, slots, **norms)
+    exact_q, exact = in_double(
+        reference.qk_norm_rope_append, qkv, positions, rope, exact, slots, **norms
+    )
+    assert_near(q, exact_q, exact_q.abs() + 4 * exact_q.abs().amax())
+    for mine, theirs in ((kv.k, exact.k), (kv.v, exact.v)):
+        off = (mine.int() - theirs.int()).abs()
+        # Rounding differs where a value lies between two steps as far as float32 can tell.
+        assert off.max() <= 1 and (off > 0).float().mean() < 0.01
+    for mine, theirs in ((kv.k_scale, exact.k_scale), (kv.v_scale, exact.v_scale)):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=0, equal_nan=True)
+        assert mine.isnan().sum() == (n * p - t) * g
+        assert (mine[1, :, 0] == 1).all()  # the token of zeros
+    assert (kv.k.transpose(1, 2).reshape(n * p, -1)[1] == 77).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_stay_visible_in_int8(target, bad):
+    qkv = random(2, 6 * 16)
+    qkv[0, 4 * 16 + 3] = bad  # of v
+    qkv[0, 2 * 16 + 5] = bad  # of k
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    for run in (lambda *a: launch.qk_norm_rope_append(target, *a), reference.qk_norm_rope_append):
+        _, kv = run(qkv, slots, rope_table(8, 16), int8_pool(1, 2, 16, 16), slots)
+        for values, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+            back = values * scale[..., None]
+            assert not back[0, 0, 0].isfinite().any()
+            assert back[0, 1, 0].isfinite().all() and back[0, :, 1].isfinite().all()
+
+
 def test_rope_and_append_walk_kv_heads_in_passes(target):
     """As many passes as the tile row asks for give the same q, k and v."""
     small = target.tiles.vector("rope", "float")

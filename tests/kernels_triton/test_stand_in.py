@@ -5,6 +5,7 @@ from tests.kernels_triton.stand_in import stand_in  # isort: skip  (chooses the 
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ def checkpoint(tmp_path_factory) -> Path:
     return tiny.save_directory(path, CONFIG, tiny.tensors(CONFIG))
 
 
-def driver(table: Ops, path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(table: Ops, path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Driver:
     """The parts that the engine would run, with the test driver in place of its loop."""
     monkeypatch.setattr(ops, "load", lambda device: table)
-    config = EngineConfig(model=str(path), **SETTINGS)
+    config = EngineConfig(model=str(path), **SETTINGS, **settings)
     parts = build.build(config, open_checkpoint(str(path)), CONFIG["vocab_size"])
     made = Driver(num_blocks=1, block_size=16)
     made.scheduler, made.tabulator, made.executor = parts.scheduler, parts.tabulator, parts.executor
@@ -81,6 +82,20 @@ def test_tables_of_kernels_give_the_tokens_of_the_reference(
     rng = random.Random(0)
     made.run(ahead=lambda: rng.random() < 0.5)
     assert all_tokens(made) == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_int8_kv_gives_the_tokens_that_the_reference_gives_with_it(kind, checkpoint, monkeypatch):
+    made = [
+        driver(table, checkpoint, monkeypatch, kv_cache_dtype="int8")
+        for table in (reference.TABLE, stand_in(kind))
+    ]
+    for one in made:
+        leaf = one.executor.kv[0]
+        assert leaf.k.dtype == torch.int8 and leaf.k_scale.shape == leaf.k.shape[:3]
+        one.run()
+        assert leaf.k_scale.count_nonzero()
+    assert all_tokens(made[0]) == all_tokens(made[1])
 
 
 def tree_draft(seq: Sequence, expected: list[list[int]]) -> Draft:

@@ -68,6 +68,21 @@ def test_quantised_weights_of_a_file_are_kept_unless_a_type_or_format_is_asked_f
         assert not any("kept" in m for m in caplog.messages)
 
 
+def test_int8_kv_is_refused_where_no_kernel_reads_it(tmp_path):
+    with pytest.raises(ConfigError, match="'int8' is not there on cpu .there is: auto") as e:
+        parts(tmp_path, kv_cache_dtype="int8")
+    assert e.value.param == "kv_cache_dtype"
+
+
+def test_int8_kv_takes_the_memory_that_the_settings_say(tmp_path):
+    plain, packed = (
+        parts(tmp_path, device="reference", dtype="bfloat16", **s).config.kv_cache_memory_bytes
+        for s in ({}, {"kv_cache_dtype": "int8"})
+    )
+    head = 32  # bytes of int8, and four of a scale
+    assert packed / plain == (head + 4) / (2 * head)
+
+
 def test_batch_invariance_is_refused_where_no_kernel_gives_it(tmp_path):
     with pytest.raises(ConfigError, match="batch_invariant"):
         parts(tmp_path, device="reference", batch_invariant=True)

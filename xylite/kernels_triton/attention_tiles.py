@@ -44,6 +44,13 @@ _LARGE: Final[Mapping[str, Mapping[int, tuple[int, int, int, int]]]] = {
     },
     "interpreter": dict.fromkeys(HEAD_SIZES, (32, 32, 32, 32)),
 }
+# The same with int8 KV, where it is not the same; () = nothing fits.
+_INT8: Final[Mapping[str, Mapping[int, tuple[int, ...]]]] = {
+    "910b-1.0.0": {128: (32, 32, 16, 16), 192: (32, 16, 16, 16), 256: ()},
+    "910b-1.1.0": {256: (32, 32, 32, 32)},
+    "910b-1.2.0": {256: (32, 32, 32, 32)},
+    "sm_90": {192: (128, 64, 64, 64)},
+}
 _BLOCK_SIZES: Final = {"910b": (128,), "sm": (64,), "interpreter": (16, 32, 64, 128, 256)}
 
 
@@ -74,13 +81,14 @@ def block_sizes(chip: str) -> tuple[int, ...]:
     return _BLOCK_SIZES[chip.split("-")[0].split("_")[0]]
 
 
-def _options(chip: str, tile_q: int) -> Mapping[str, int]:
+def _options(chip: str, tile_q: int, int8: bool) -> Mapping[str, int]:
     if chip.startswith("910b"):
         # Several projects met races in automatic multi-buffering of cube and vector kernels on
         # generation 1.2.0.
         return {"multibuffer": int(chip == "910b-1.1.0")}
     if chip.startswith("sm_"):
-        return {"num_warps": 4 if tile_q == SMALL else 8, "num_stages": 2}
+        # Unpacking int8 takes registers: four warps would spill some.
+        return {"num_warps": 4 if tile_q == SMALL and not int8 else 8, "num_stages": 2}
     return {}
 
 
@@ -119,13 +127,17 @@ def attention_tiles(
             f"block_size is {size}",
             param="block_size",
         )
-    large = _LARGE[chip][head_size][(window > 0) + 2 * (cap > 0)]
-    if int8 and head_size == 256:
-        large = min(large, 32)
+    rows = (_INT8.get(chip, {}) if int8 else {}).get(head_size, _LARGE[chip][head_size])
+    if not rows:
+        raise ConfigError(
+            f"attention on {chip} has no kernel for int8 KV at head size {head_size}",
+            param="kv_cache_dtype",
+        )
+    large = rows[(window > 0) + 2 * (cap > 0)]
     tile_q = (SMALL, large) if large > SMALL else (SMALL,)
     return AttentionTiles(
         tile_q,
         size,
         _columns(chip, head_size),
-        tuple(_options(chip, t) for t in tile_q),
+        tuple(_options(chip, t, int8) for t in tile_q),
     )

@@ -50,9 +50,11 @@ class Services:
 def device_fields(s: Services) -> dict[str, Any]:
     """The fields of `ops.Device` but its kind."""
 
-    def classes_of(head_size: int, kind: Any) -> tuple[int, ...]:
+    def classes_of(
+        head_size: int, kind: Any, kv_dtype: torch.dtype | None = None
+    ) -> tuple[int, ...]:
         return attention_tiles.attention_tiles(
-            s.chip, head_size, window=kind.window, cap=kind.cap
+            s.chip, head_size, window=kind.window, cap=kind.cap, int8=kv_dtype == torch.int8
         ).tile_q
 
     sizes = attention_tiles.block_sizes(s.chip)

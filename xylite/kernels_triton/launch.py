@@ -26,13 +26,26 @@ MAX_COUNT = 1 << 16
 
 
 class KV(Protocol):
-    """KV of one layer, k and v [N, G, P, D]: `ops.DenseKV`."""
+    """KV of one layer, k and v [N, G, P, D], scales [N, G, P] if they are int8: `ops.DenseKV`."""
 
     @property
     def k(self) -> Tensor: ...
 
     @property
     def v(self) -> Tensor: ...
+
+    @property
+    def k_scale(self) -> Tensor | None: ...
+
+    @property
+    def v_scale(self) -> Tensor | None: ...
+
+
+def _pairs(leaf: KV) -> list[tuple[Tensor, Tensor]]:
+    """What a cache holds of each slot, for keys and values alike: [N, G, P, elements]."""
+    if leaf.k_scale is None or leaf.v_scale is None:
+        return [(leaf.k, leaf.v)]
+    return [(leaf.k, leaf.v), (leaf.k_scale[..., None], leaf.v_scale[..., None])]
 
 
 Leaf = TypeVar("Leaf", bound=KV)
@@ -267,9 +280,12 @@ def qk_norm_rope_append(
         tiles = target.tiles.vector("rope", _kind(qkv.dtype))
         layer_kernels.qk_norm_rope_append[(target.vector_cores,)](
             qkv.contiguous(), positions, rope, rope if q_norm is None else q_norm,
-            rope if k_norm is None else k_norm, slots, q, kv.k, kv.v, target.count(rows),
-            q.stride(0), eps, H=h, G=g, D=d, P=p, ROT=rot, **rope_tiles(tiles, h, g, d, rot),
-            Q_NORM=q_norm is not None, K_NORM=k_norm is not None, **tiles.options,
+            rope if k_norm is None else k_norm, slots, q, kv.k, kv.v,
+            kv.k if kv.k_scale is None else kv.k_scale, kv.v if kv.v_scale is None else kv.v_scale,
+            target.count(rows), q.stride(0), eps,
+            H=h, G=g, D=d, P=p, ROT=rot, **rope_tiles(tiles, h, g, d, rot),
+            Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            HAS_SCALES=kv.k_scale is not None, **tiles.options,
         )  # fmt: skip
     return q, kv
 
@@ -308,20 +324,20 @@ def _move(
     num = src.shape[0]
     if not num:
         return kv
-    for leaf in kv:
-        _, g, p, d = leaf.k.shape
+    for from_k, from_v in (pair for leaf in kv for pair in _pairs(leaf)):
+        _, g, p, d = from_k.shape
         if whole_blocks:
             shape = {"ROWS": 1, "PIECE": g * p * d, "PIECES": 1, "STEP": 0}
         else:
             shape = {"ROWS": p, "PIECE": d, "PIECES": g, "STEP": p * d}
-        tiles = target.tiles.vector("gather", _kind(leaf.k.dtype))
+        tiles = target.tiles.vector("gather", _kind(from_k.dtype))
         shape["TILE_C"] = min(tiles.sizes["TILE"], power_of_two(shape["PIECE"]))
         size = shape["PIECE"] * shape["PIECES"]
-        k, v = (torch.empty(num, size, dtype=t.dtype, device=t.device) for t in (leaf.k, leaf.v))
+        k, v = (torch.empty(num, size, dtype=t.dtype, device=t.device) for t in (from_k, from_v))
         launch = move_kernels.move_pieces[(target.vector_cores,)]
         count = target.count(num)
-        launch(leaf.k, leaf.v, k, v, src, count, GATHER=True, **shape, **tiles.options)
-        launch(k, v, leaf.k, leaf.v, dst, count, GATHER=False, **shape, **tiles.options)
+        launch(from_k, from_v, k, v, src, count, GATHER=True, **shape, **tiles.options)
+        launch(k, v, from_k, from_v, dst, count, GATHER=False, **shape, **tiles.options)
     return kv
 
 
@@ -339,11 +355,11 @@ def zero_blocks(target: Target, kv: tuple[Leaf, ...], blocks: Tensor) -> tuple[L
     """These blocks of every layer cleared in place; int32 blocks."""
     if not blocks.shape[0]:
         return kv
-    for leaf in kv:
-        size = leaf.k[0].numel()
-        tiles = target.tiles.vector("gather", _kind(leaf.k.dtype))
+    for k, v in (pair for leaf in kv for pair in _pairs(leaf)):
+        size = k[0].numel()
+        tiles = target.tiles.vector("gather", _kind(k.dtype))
         move_kernels.zero_blocks[(target.vector_cores,)](
-            leaf.k, leaf.v, blocks, target.count(blocks.shape[0]), SIZE=size,
+            k, v, blocks, target.count(blocks.shape[0]), SIZE=size,
             TILE_C=min(tiles.sizes["TILE"], power_of_two(size)), **tiles.options,
         )  # fmt: skip
     return kv

@@ -69,6 +69,7 @@ class _Attention:
             window=kind.window,
             cap=kind.cap,
             tree=shared.tree[group],
+            scales=None if kv.k_scale is None else (kv.k_scale, kv.v_scale),
             parts=self._room(batch.tasks[kind.index], dim, tiles),
             tiles=tiles,
             vector_cores=self._target.vector_cores,
@@ -138,4 +139,5 @@ def functions(
         "move_slots": partial(launch.move_slots, target),
         "copy_blocks": partial(launch.copy_blocks, target),
         "zero_blocks": partial(launch.zero_blocks, target),
+        "kv_formats": ("int8",),
     }

@@ -95,12 +95,20 @@ def _yarn_factor(rope: Rope) -> float:
 def make_kv(
     spec: ModelSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """An empty cache: per layer k and v, [N, G, P, D] of zeros."""
-    shape = (2 * spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-    whole = _lazy_zeros(shape, dtype) if device.type == "cpu" else None
-    if whole is None:
-        whole = torch.zeros(shape, dtype=dtype, device=device)
-    return tuple(DenseKV(whole[2 * i], whole[2 * i + 1]) for i in range(spec.num_layers))
+    """An empty cache: per layer k and v, [N, G, P, D] of zeros; with scales if dtype is int8."""
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = _lazy_zeros(shape, dtype) if device.type == "cpu" else None
+        return torch.zeros(shape, dtype=dtype, device=device) if made is None else made
+
+    shape = (2 * spec.num_layers, num_blocks, spec.num_kv_heads, block_size)
+    whole = zeros((*shape, spec.head_dim), dtype)
+    if dtype != torch.int8:
+        return tuple(DenseKV(whole[i], whole[i + 1]) for i in range(0, len(whole), 2))
+    scales = zeros(shape, torch.float32)
+    return tuple(
+        DenseKV(whole[i], whole[i + 1], scales[i], scales[i + 1]) for i in range(0, len(whole), 2)
+    )
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -120,9 +128,11 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    per_token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return spec.num_layers * block_size * per_token
+    """Bytes of one block over all layers, the scales of int8 included."""
+    per_head = spec.head_dim * dtype.itemsize
+    if dtype == torch.int8:
+        per_head += torch.float32.itemsize
+    return spec.num_layers * block_size * 2 * spec.num_kv_heads * per_head
 
 
 def head_logits(hidden: Tensor, head: Any, ops: Ops, cap: float = 0.0) -> Tensor:

@@ -189,6 +189,7 @@ def attention(q: Tensor, kv: DenseKV, batch: Batch, kind: AttentionKind) -> Tens
     q = q.unflatten(1, (starts[-1], -1))
     out = q.new_empty(starts[-1], num_kv, q.shape[2], dim)
     trees = [_tree(batch, i, d) for i, d in enumerate(batch.num_draft.tolist())]
+    wide = _wide(q.dtype)
     for i, length in enumerate(lengths):
         start, end = starts[i], starts[i + 1]
         n = end - start
@@ -202,17 +203,17 @@ def attention(q: Tensor, kv: DenseKV, batch: Batch, kind: AttentionKind) -> Tens
         k, v = (
             x.transpose(0, 1).flatten(1, 2)[:, keep]
             for x in (
-                _values(kv.k[blocks], kv.k_scale, blocks),
-                _values(kv.v[blocks], kv.v_scale, blocks),
+                _values(kv.k[blocks], kv.k_scale, blocks, wide),
+                _values(kv.v[blocks], kv.v_scale, blocks, wide),
             )
         )
         out[start:end] = _softmax_attention(q[:, start:end], k, v, seen, kind)
     return out.flatten(1)
 
 
-def _values(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
-    """What KV blocks x [n, G, P, D] stand for; scale [N, G, P] of int8 ones."""
-    return x if scale is None else x * scale[blocks][..., None]
+def _values(x: Tensor, scale: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """What KV blocks x [n, G, P, D] stand for; int8 ones times their scale [N, G, P], in dtype."""
+    return x if scale is None else x.to(dtype) * scale[blocks].to(dtype)[..., None]
 
 
 def _softmax_attention(

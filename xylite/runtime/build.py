@@ -87,24 +87,28 @@ def build(
             param="tokenizer",
         )
     dtype = weights.resolve_dtype(checkpoint, config.dtype)
+    kv_dtype = _kv_dtype(config, table, dtype)
     block_size = _block_size(config, table)
+    tasks = _task_builder(table, spec, block_size, kv_dtype, config.batch_invariant)
     max_len = _max_model_len(config, spec)
     params = _params(config, checkpoint, (family, spec), table, dtype, max_len)
     draft = None
-    block_bytes = layers.kv_block_bytes(spec, block_size, dtype)
+    block_bytes = layers.kv_block_bytes(spec, block_size, kv_dtype)
     if draft_checkpoint is not None:
         draft = _draft_model(config, draft_checkpoint, table, dtype, vocab_size, max_len)
-        block_bytes += layers.kv_block_bytes(draft.spec, block_size, dtype)
+        block_bytes += layers.kv_block_bytes(draft.spec, block_size, kv_dtype)
     num_blocks = _num_blocks(config, table, block_size, max_len, block_bytes)
     max_len = _fit_to_blocks(config, max_len, num_blocks * block_size)
-    kv = layers.make_kv(spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device)
+    kv = layers.make_kv(
+        spec, num_blocks, block_size, dtype=kv_dtype, device=table.device.torch_device
+    )
     model = Model(family, spec, params, vocab_size)
     executor = Executor(model, table, kv, config.max_num_seqs)
     tabulator = Tabulator(
         config.max_num_seqs,
         min(num_blocks, -(-max_len // block_size)),
         block_size,
-        _task_builder(table, spec, block_size, config.batch_invariant),
+        tasks,
     )
     limits = Limits(
         vocab_size=vocab_size,
@@ -124,7 +128,7 @@ def build(
         dtype=str(dtype).removeprefix("torch."),
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_memory_bytes=num_blocks * layers.kv_block_bytes(spec, block_size, dtype),
+        kv_cache_memory_bytes=num_blocks * layers.kv_block_bytes(spec, block_size, kv_dtype),
         max_model_len=max_len,
         max_num_batched_tokens=budget,
         max_num_queued_reqs=max(4 * config.max_num_seqs, MIN_QUEUE) if queued is None else queued,
@@ -204,7 +208,7 @@ def _draft_parts(
     """What the draft model runs on: a cache of as many blocks as the model's own."""
     assert config.block_size is not None and config.max_num_batched_tokens is not None
     block_size = config.block_size
-    dtype = getattr(torch, config.dtype)
+    dtype = _kv_dtype(config, table, getattr(torch, config.dtype))
     kv = layers.make_kv(
         model.spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device
     )
@@ -213,7 +217,7 @@ def _draft_parts(
         config.max_num_seqs,
         min(num_blocks, -(-max_len // block_size)),
         block_size,
-        _task_builder(table, model.spec, block_size, config.batch_invariant),
+        _task_builder(table, model.spec, block_size, dtype, config.batch_invariant),
     )
     return DraftParts(
         executor=Executor(model, table, kv, config.max_num_seqs),
@@ -250,6 +254,20 @@ def _quantising(table: Ops, name: str | None) -> Ops:
             param="quantization",
         )
     return dataclasses.replace(table, pack_linear=packer)
+
+
+def _kv_dtype(config: EngineConfig, table: Ops, dtype: torch.dtype) -> torch.dtype:
+    """What KV is kept in, for weights of `dtype`; ConfigError if the table cannot read it."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if config.kv_cache_dtype not in table.kv_formats:
+        known = ", ".join(("auto", *table.kv_formats))
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is not there on {table.name} (there is: "
+            f"{known})",
+            param="kv_cache_dtype",
+        )
+    return getattr(torch, config.kv_cache_dtype)
 
 
 def _block_size(config: EngineConfig, table: Ops) -> int:
@@ -332,7 +350,7 @@ def _fit_to_blocks(config: EngineConfig, max_len: int, num_tokens: int) -> int:
 
 
 def _task_builder(
-    table: Ops, spec: ModelSpec, block_size: int, batch_invariant: bool
+    table: Ops, spec: ModelSpec, block_size: int, kv_dtype: torch.dtype, batch_invariant: bool
 ) -> TaskBuilder:
     """Makes the task tables of a token table: one per kind of attention, for this device."""
     device = table.device
@@ -344,7 +362,9 @@ def _task_builder(
             )
         return lambda tokens: ()
     classes = [
-        device.classes_of(spec.head_dim, kind) if device.classes_of else device.tile_classes
+        device.classes_of(spec.head_dim, kind, kv_dtype)
+        if device.classes_of
+        else device.tile_classes
         for kind in spec.attention
     ]
     if batch_invariant:

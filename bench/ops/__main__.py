@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from bench.compare import machine
 from bench.ops import report
 from bench.ops.batches import Limits
 from bench.ops.cases import Case, Setting, make_cases
@@ -40,6 +41,7 @@ OPS: Final = (
 ROWS: Final = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 HOST_ROWS: Final = (1, 4, 16, 64, 256, 1024)
 LARGE: Final = ("llama-3-8b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
+QUIET: Final = 0.08  # cores that others may use while the CPU is measured
 RIVALS: Final = ("torch", "flex", "tutorial")
 
 
@@ -181,6 +183,7 @@ def run(args: argparse.Namespace, ops: Ops, argv: Sequence[str]) -> dict[str, An
         compile_first(
             [*argv, "--seconds", str(0.5 * args.seconds)], jobs, began + 0.5 * args.seconds
         )
+    watch = machine.Watch() if on_host and sys.platform == "linux" else None
     roof = roofline(ops, clock, setting.dtype, {"": ops.pack_linear, **setting.formats})
     peaks = ", ".join(f"{f or args.dtype} {v / 1e9:,.0f}" for f, v in roof.flops.items())
     print(
@@ -197,12 +200,16 @@ def run(args: argparse.Namespace, ops: Ops, argv: Sequence[str]) -> dict[str, An
     left_out = len(cases) - len(rows)
     if left_out:
         print(f"{left_out} of {len(cases)} cases did not fit into {args.seconds:g} s")
+    others = watch.others() if watch else 0.0
+    if others > QUIET:
+        print(f"other processes used {others:.2f} cores meanwhile: these figures are disturbed")
     return {
         **report.about(ops, args.dtype, ["python", "-m", "bench.ops", *argv]),
         "limits": dataclasses.asdict(setting.limits),
         "roofline": report.of_roofline(roof),
         "rows": rows,
         "left_out": left_out,
+        "others": others,
         "seconds": round(time.monotonic() - began, 1),
     }
 

@@ -99,8 +99,10 @@ def kind_of(shape: Shape) -> AttentionKind:
     return AttentionKind(index=0, scale=shape.head_dim**-0.5)
 
 
-def on_device(table: TokenTable, shape: Shape, device: Device, block_size: int) -> Batch:
-    """The table with its task lists, where the device's functions read it."""
+def on_device(
+    table: TokenTable, shape: Shape, device: Device, block_size: int, *, window: int = 0
+) -> Batch:
+    """The table with its task lists for one attention kind, where the device reads it."""
     place = device.torch_device
     lists: tuple[TaskLists, ...] = ()
     if device.tile_classes:
@@ -111,6 +113,7 @@ def on_device(table: TokenTable, shape: Shape, device: Device, block_size: int) 
             table,
             num_kv_heads=shape.kv_heads,
             group=shape.group,
+            window=window,
             tile_classes=classes,
             kv_tile=block_size,
             num_cores=device.num_cores,

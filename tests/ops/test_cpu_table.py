@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -37,9 +38,9 @@ TOKENS = 140
 class Run:
     """A model on a table, one sequence, computed in chunks of any length."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype):
+    def __init__(self, ops: Ops, dtype: torch.dtype, config: Mapping[str, Any] = CONFIG):
         self.ops = ops
-        self.family, self.spec = models.describe(CONFIG)
+        self.family, self.spec = models.describe(config)
         self.params: Any = weights.random_params(self.spec, self.family, ops, dtype)
         self.kv = layers.make_kv(self.spec, 8, SIZE, dtype=dtype, device=torch.device("cpu"))
 

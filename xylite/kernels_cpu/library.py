@@ -117,7 +117,7 @@ class Kernels:
 
         def call_plain(*args: int | float | None) -> None:
             if self._recording is not None:
-                self._recording.foreign = name
+                raise Foreign(name)
             if code := function(pool, *args):
                 _fail(name, code)
 
@@ -125,7 +125,7 @@ class Kernels:
 
     @contextmanager
     def recorded(self, recording: "Recording") -> Iterator[None]:
-        """Keep the calls that are made meanwhile."""
+        """Keep the calls that are made meanwhile; Foreign if one cannot be recorded."""
         self._recording = recording
         try:
             yield
@@ -139,15 +139,15 @@ class Kernels:
             _fail("xl_replay", code)
 
 
-class Recording:
-    """Calls with all their arguments; who replays it keeps alive what the addresses point to.
+class Foreign(Exception):
+    """Something that cannot be recorded: its name."""
 
-    foreign  a call that cannot be recorded was made, and which; then there is nothing to replay
-    """
+
+class Recording:
+    """Calls with all their arguments; who replays it keeps alive what the addresses point to."""
 
     def __init__(self, kernels: Kernels):
         self.calls: list[tuple[int, bytes]] = []
-        self.foreign: str | None = None
         self._kernels = kernels
         self._arguments: Any = None
         self._table: Any = None

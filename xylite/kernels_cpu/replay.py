@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xylite import tree
-from xylite.kernels_cpu.library import Kernels, Recording
+from xylite.kernels_cpu.library import Foreign, Kernels, Recording
 from xylite.kernels_cpu.packed import Packer
 
 MAX_TOKENS: Final = 64  # beyond, products take so long that calls do not count
@@ -57,11 +57,10 @@ class _Buffers:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices what torch computes itself: a replay would not do it again."""
+    """Raises Foreign where torch computes itself: a replay would not do it again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.foreign: str | None = None
         self.made: list[Any] = []
 
     @classmethod
@@ -71,11 +70,11 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func not in _EMPTY and not func.is_view:
+            raise Foreign(str(func))
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY:
             self.made.append(result)  # its address is in the recording
-        elif not func.is_view:
-            self.foreign = str(func)
         return result
 
 
@@ -163,13 +162,15 @@ class Replays:
         watch, buffers = _Watch(), _Buffers()
         made = _Replayed(arrays, Recording(self._kernels), torch.empty(0), (inside, buffers, watch))
         assert made.fill([x for _, x in named])
-        with self._in(buffers), self._kernels.recorded(made.calls), watch:
-            made.hidden, _ = forward(kv, inside)
-        passes.foreign = watch.foreign or made.calls.foreign
-        if passes.foreign is not None:
-            _log.info("forward passes are not replayed: %s is none of the kernels", passes.foreign)
+        try:
+            with self._in(buffers), self._kernels.recorded(made.calls), watch:
+                made.hidden, _ = forward(kv, inside)
+        except Foreign as e:
+            # What was written so far is written again, the same.
+            _log.info("forward passes are not replayed: %s is none of the kernels", e)
+            passes.foreign = str(e)
             passes.recorded.clear()
-            return made.hidden
+            return forward(kv, batch)[0]
         passes.recorded[tokens] = made
         if len(passes.recorded) > MAX_RECORDINGS:
             del passes.recorded[next(iter(passes.recorded))]

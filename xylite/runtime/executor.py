@@ -212,8 +212,8 @@ class Executor:
         """The tokens, those that the step before has drawn filled in."""
         last = self._last_ids
         if self._device.type == "cpu":
-            # By numpy: each call of torch gives up the interpreter's lock, and the event loop, which
-            # has just been handed a result, would take it from an idle device.
+            # By numpy: each call of torch gives up the interpreter's lock, and the event loop,
+            # which has just been handed a result, would take it from an idle device.
             rows = carry.numpy()
             drawn = last.numpy()[rows.clip(0, last.shape[0] - 1)]
             return torch.from_numpy(np.where(rows >= 0, drawn, tokens.numpy()))

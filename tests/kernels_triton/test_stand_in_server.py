@@ -20,6 +20,7 @@ from tests.end_to_end.conftest import Client, served
 from tests.runtime.test_speculation_build import save
 from xylite import ops
 from xylite.ops import Ops, reference
+from xylite.runtime import task_table
 from xylite.runtime.speculation import StepCosts
 from xylite.runtime.step import Step
 from xylite.runtime.token_table import Tabulator
@@ -151,3 +152,5 @@ async def test_a_mixed_load_over_http_gets_the_ids_of_the_reference(table, model
     ]
     assert accepted and accepted[0] > 0
     assert all(step.tasks for step in steps)
+    (balance,) = [v for k, v in metrics.items() if k.startswith("xylite:attention_balance")]
+    assert balance == task_table.balance(steps[-1].tasks[0]) > 1

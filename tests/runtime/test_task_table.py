@@ -1,6 +1,7 @@
 """Task tables: every key is read once, tasks are small, cores get equal loads."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -302,3 +303,25 @@ def test_the_worked_example_of_the_docstring_holds():
         doc.split()
     )
     assert f"{task_table.balance(table):.2f} times the mean load" in doc
+
+
+def test_the_table_in_the_readme_is_what_is_made():
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    tokens = make_table([1318, 1657, 2036, 1986], [362, 1, 53, 1])
+    table = task_table.build(
+        tokens, num_kv_heads=1, group=1, tile_classes=(16, 128), kv_tile=128, num_cores=4
+    )
+    tiles = task_table._tiles(tokens, 1, 0, (16, 128), 128)
+    parts = table.merges[:, MERGE_FIELDS.index("num_parts")].tolist()
+    names = ("prefill", "decode", "verify", "decode")
+    lines = []
+    for i, num in enumerate(parts):
+        seq, row, rows, tile, keys = (
+            int(tiles[name][i]) for name in ("seq", "q_row", "num_rows", "tile_q", "kv_end")
+        )
+        span = f"{row} to {row + rows - 1}" if rows > 1 else f"{row}"
+        lines.append(f"| {names[seq]} | {span} | {tile} | {keys} | {tile * keys:,} | {num} |")
+    shown = readme.split("<!-- tasks -->")[1].split("<!-- /tasks -->")[0]
+    assert [x for x in shown.splitlines() if x][2:] == lines
+    slowest = f"the slowest core here has {task_table.balance(table):.2f} times the mean"
+    assert slowest in " ".join(readme.split())

@@ -122,6 +122,13 @@ _COUNTERS = (
     ("spec_decode_num_accepted_tokens", "spec_num_accepted_tokens", "Draft tokens accepted."),
 )
 # What vLLM has no word for.
+_OWN_GAUGES = (
+    (
+        "attention_balance",
+        "attention_balance",
+        "Load of the slowest core over the mean in the latest iteration's attention, 1 = even.",
+    ),
+)
 _OWN_COUNTERS = (
     ("steps", "num_steps", "Iterations computed."),
     ("step_tokens", "step_tokens", "Tokens computed, of every stage."),
@@ -212,8 +219,10 @@ class Metrics(Collector):
 
     def _of_engine(self, now: Mapping[str, Any], own: list[str]) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
-        for name, key, about in _GAUGES:
-            gauge = GaugeMetricFamily(f"vllm:{name}", about, labels=labels)
+        gauges = [(f"vllm:{name}", *rest) for name, *rest in _GAUGES]
+        gauges += [(f"xylite:{name}", *rest) for name, *rest in _OWN_GAUGES]
+        for name, key, about in gauges:
+            gauge = GaugeMetricFamily(name, about, labels=labels)
             gauge.add_metric(own, now.get(key, 0))
             yield gauge
         counters = [(f"vllm:{name}", *rest) for name, *rest in _COUNTERS]
@@ -286,7 +295,9 @@ class Metrics(Collector):
         about = {
             "block_size": str(now.get("block_size", 0)),
             "num_gpu_blocks": str(now.get("num_blocks", 0)),
-            "cache_dtype": config.dtype,
+            "cache_dtype": (
+                config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+            ),
             "enable_prefix_caching": str(now.get("enable_prefix_caching", True)),
         }
         gauge = GaugeMetricFamily(

@@ -241,6 +241,7 @@ class Engine:
         if plan is None:
             return None
         step = self._tabulator.build(plan)
+        self.tallies.tasks = step.tasks
         for seq in plan.admitted:
             record = self._records.get(seq.request.id)
             if record is not None and record.scheduled is None:

@@ -4,8 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from xylite.runtime import task_table
 from xylite.runtime.request import FinishReason
 from xylite.runtime.scheduler import Scheduler
+from xylite.runtime.step import TaskTable
 
 _SEVERITY = {"error": 3, "abort": 2, "length": 1, "stop": 0}
 
@@ -84,6 +86,7 @@ class Tallies:
 
     generation_tokens  tokens delivered to clients: what usage adds up to
     iterations         committed iterations by their number of tokens
+    tasks              attention tasks of the latest iteration, one table per attention kind
     """
 
     finished: Counter[str] = field(default_factory=Counter[str])
@@ -93,6 +96,7 @@ class Tallies:
     step_seconds: float = 0.0
     host_gap_seconds: float = 0.0
     failed_steps: int = 0
+    tasks: tuple[TaskTable, ...] = ()
 
 
 def snapshot(scheduler: Scheduler, tallies: Tallies) -> dict[str, Any]:
@@ -121,6 +125,7 @@ def snapshot(scheduler: Scheduler, tallies: Tallies) -> dict[str, Any]:
         "step_seconds": tallies.step_seconds,
         "host_gap_seconds": tallies.host_gap_seconds,
         "failed_steps": tallies.failed_steps,
+        "attention_balance": max(map(task_table.balance, tallies.tasks), default=1.0),
         "spec_num_drafts": c.spec_num_drafts,
         "spec_num_draft_tokens": c.spec_num_draft_tokens,
         "spec_num_accepted_tokens": c.spec_num_accepted_tokens,

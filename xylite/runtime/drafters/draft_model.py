@@ -4,6 +4,22 @@ It runs on the device thread between two iterations. Each sequence has a shadow:
 with the same seed, so the draft model draws with the uniforms that the target will draw with, which
 makes the two agree as often as their distributions allow. A shadow's KV follows the target's
 tokens; what was drafted in vain is written over.
+
+Drafts are accepted while they equal what the target draws, which keeps every answer the same as
+without. Classical residual rejection (Leviathan et al. 2023) is not offered: it accepts more at
+temperature > 0, but an answer then depends on what was drafted, so on load and batch. What that
+costs, for SmolLM2-135M at temperature 1, in shares of draft tokens accepted over 480 positions of
+six sampled texts, here and by residual rejection, by bench/acceptance.py:
+
+    draft                               here   residual
+    the same, 8-bit weights             0.80   0.98
+    the same, 4-bit weights             0.39   0.66
+    its first 28 of 30 layers           0.33   0.44
+
+With top_k 50 and top_p 0.95 it is 0.89 to 0.98, 0.45 to 0.66 and 0.36 to 0.45; at temperature 0
+both are the same. The loss comes from drawing by cumulated probability in id order, where small
+differences add up; Gumbel noise of (seed, token index, id) would keep the answers and lose little
+(0.98, 0.61, 0.42).
 """
 
 import dataclasses

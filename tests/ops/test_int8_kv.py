@@ -39,6 +39,7 @@ def values(kv: DenseKV) -> DenseKV:
 def test_int8_is_within_half_a_step_of_what_was_given(dtype):
     plain, packed = written(dtype)
     back = values(packed)
+    assert packed.k_scale is not None and packed.v_scale is not None
     for a, b, scale in ((plain.k, back.k, packed.k_scale), (plain.v, back.v, packed.v_scale)):
         assert ((a - b).abs() <= 0.5001 * scale[..., None]).all()
         step = a.abs().amax(-1) / 127

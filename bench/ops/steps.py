@@ -9,6 +9,7 @@ instead of the clock.
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,7 +116,8 @@ def main(argv: Sequence[str] | None = None, ops: Ops | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="per step")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, processor time")
     parser.add_argument("--out", type=Path, help="JSON file")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
     if args.cpu_time or args.threads:
         torch.set_num_threads(1 if args.cpu_time else args.threads)
     table = tables.load(args.device) if ops is None else ops
@@ -125,8 +127,8 @@ def main(argv: Sequence[str] | None = None, ops: Ops | None = None) -> None:
     print(f"{table.device.arch}, {table.device.num_cores} cores, {args.format or args.dtype}")
     found = measure(table, SHAPES[args.shape], getattr(torch, args.dtype), args.seconds, clock)
     if args.out:
-        words = ["python", "-m", "bench.ops.steps", *(argv or ())]
-        result = {**report.about(table, args.dtype, words), "format": args.format, "steps": found}
+        command = ["python", "-m", "bench.ops.steps", *words]
+        result = {**report.about(table, args.dtype, command), "format": args.format, "steps": found}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -86,11 +86,14 @@ def table_cases(chip: str) -> Iterator[Case]:
             shape = Shape(8, 4, head_size, tiles.tile_kv, window, cap)
             for tile_q in tiles.tile_q if tree else tiles.tile_q[-1:]:
                 yield tasks_case(shape, tiles, tile_q, tree=tree)
-        for window, cap in ((1024, 50.0), (0, 0.0)):
-            tiles = attention_tiles(chip, head_size, window=window, cap=cap, int8=True)
-            shape = Shape(8, 4, head_size, tiles.tile_kv, window, cap)
-            for tile_q in tiles.tile_q if window else tiles.tile_q[-1:]:
-                yield tasks_case(shape, tiles, tile_q, int8=True)
+        most = attention_tiles(chip, head_size, window=1024, cap=50.0, int8=True)
+        shape = Shape(8, 4, head_size, most.tile_kv, 1024, 50.0)
+        for tile_q in most.tile_q:
+            yield tasks_case(shape, most, tile_q, int8=True)
+        plain = attention_tiles(chip, head_size, int8=True)
+        if plain.tile_q != most.tile_q:
+            shape = Shape(8, 4, head_size, plain.tile_kv)
+            yield tasks_case(shape, plain, plain.tile_q[-1], int8=True)
     yield merge_case(Shape(dim=128), options={})
     yield merge_case(Shape(dim=80), options={})
     yield tree_case(Shape(group=7, block_size=64), 128, options={})

@@ -6,6 +6,7 @@ import pytest
 
 from tests.runtime.test_engine import ask, read, toy_engine
 from tests.toy import expected_tokens
+from xylite.runtime.trials import MAX_FAILURES
 
 MARK = 50
 NUM = 8
@@ -111,3 +112,16 @@ async def test_the_accused_run_though_others_hold_every_block():
         answers = await asyncio.wait_for(asyncio.gather(*(read(q) for _, q, _ in asked)), 30)
         assert [tokens for tokens, _ in answers] == [expected_tokens(r) for r, _, _ in asked]
         assert (await read(bad))[1].error.code == "step_failed" and failed
+
+
+async def test_requests_that_fail_beside_a_long_answer_do_not_wear_it_out():
+    """However many come while it runs, each time the guilty one is found, and it is cleared."""
+    async with toy_engine() as (engine, runner):
+        failed = failing(runner, fault_of_a_token)
+        long, answer, _ = ask(engine, "long", [1, 2], max_tokens=250, ignore_eos=True)
+        for i in range(2 * MAX_FAILURES):
+            _, queue, _ = ask(engine, f"bad{i}", [0, MARK], max_tokens=5)
+            assert (await read(queue))[1].error.code == "step_failed"
+        tokens, last = await asyncio.wait_for(read(answer), 30)
+        assert tokens == expected_tokens(long) and last.finish_reason == "length"
+        assert len(failed) > 2 * MAX_FAILURES, "the two were in failing iterations together"

@@ -38,7 +38,6 @@ class Sequence:
     epoch          counts how often computed state was dropped; a step planned in an earlier
                    epoch no longer concerns this sequence
     allowed_bits   allowed_token_ids as a bit mask, made when first needed
-    num_failures   failed steps it was in with others
     num_inflight   submitted steps that hold a chunk of this sequence
     """
 
@@ -56,7 +55,6 @@ class Sequence:
         "node",
         "num_cached",
         "num_computed",
-        "num_failures",
         "num_inflight",
         "num_pending",
         "num_planned",
@@ -82,7 +80,6 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt)
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
-        self.num_failures = 0
         self.num_planned = 0
         self.num_pending = 0
         self.draft: Draft | None = None

@@ -4,11 +4,14 @@ An iteration fails as a whole, and says nothing about whose data it was. So its 
 in two halves, one after the other and with nobody else, and a half that fails is halved again. A
 sequence whose iteration fails while it is alone in it is the one; a sequence that gained a token
 meanwhile is cleared, and goes on with the others.
+
+Some faults need two sequences together, and nobody is ever found. Therefore a sequence also ends
+after many failures none of which could be laid to anybody.
 """
 
 from xylite.runtime.sequence import Sequence
 
-MAX_FAILURES = 32  # a sequence that was in so many failed iterations ends, cleared or not
+MAX_FAILURES = 32  # failed iterations that a sequence may have been in since anybody was found
 
 Group = dict[Sequence, int]  # with the number of output tokens when it was accused
 
@@ -18,10 +21,18 @@ class Trials:
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
+        self._failures: dict[Sequence, int] = {}  # since anybody was found
 
     def accuse(self, members: list[Sequence]) -> list[Sequence]:
         """An iteration of these sequences failed: those of them that have to end."""
-        guilty = [s for s in members if len(members) == 1 or s.num_failures >= MAX_FAILURES]
+        if len(members) == 1:
+            self._failures.clear()
+            guilty = members
+        else:
+            known = self._failures
+            self._failures = {s: n for s, n in known.items() if s.finish is None}
+            self._failures.update((s, known.get(s, 0) + 1) for s in members)
+            guilty = [s for s in members if self._failures[s] > MAX_FAILURES]
         left = [s for s in members if s not in guilty]
         for group in self._groups:
             for seq in members:
@@ -30,8 +41,6 @@ class Trials:
         for part in (left[half:], left[:half]):
             if part:
                 self._groups.append({s: s.num_output for s in part})
-        for seq in left:
-            seq.num_failures += 1
         return guilty
 
     def current(self) -> Group | None:

@@ -552,6 +552,11 @@ async def test_what_can_never_run_is_400_even_when_the_queue_is_full(
         ('{"stop_token_ids": [1.5]}', "stop_token_ids[0] must be an integer, got a number with"),
         ('{"max_tokens": -12345678}', "got -12345678"),
         ('{"max_tokens": 3000000000}', "got 3000000000"),
+        ('{"max_tokens": 2147483648}', "max_tokens must be in [1, 2147483647], got 2147483648"),
+        ('{"temperature": 1e300}', "temperature must be in [0, 2], got 1e+300"),
+        (f'{{"seed": 1{"9" * 400}}}', "got an integer of 401 digits"),
+        ('{"stop": "\\ud83d"}', "half of a surrogate pair at byte 10"),
+        ('{"stop": "a\\uDE00 \\ud83d\\ude00"}', "half of a surrogate pair at byte 11"),
     ],
 )
 async def test_errors_speak_of_json_and_give_exact_numbers(
@@ -561,6 +566,38 @@ async def test_errors_speak_of_json_and_give_exact_numbers(
     headers = {"Content-Type": "application/json"}
     error = await error_of(await client.post(CHAT, data=body, headers=headers), 400)
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (None, "got nothing"),
+        ({}, "got an object"),
+        ([], "got an empty list"),
+        ([1.0], "prompt[0] must be a token id, a string or a list of token ids, and of the kind"),
+        (["a", 5], "prompt[1] must be a token id, a string or a list of token ids, and of the"),
+        ([True], "got a boolean"),
+        ([[5], None], "got nothing"),
+    ],
+)
+async def test_errors_of_prompts_say_what_was_there(
+    connect: Connect, prompt: Any, said: str
+) -> None:
+    client = await connect()
+    error = await error_of(await client.post(TEXT, json={"prompt": prompt}), 400)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    "field", ["n", "seed", "top_k", "min_tokens", "logprobs", "priority", "max_tokens"]
+)
+async def test_integers_that_no_float_can_be_are_400(connect: Connect, field: str) -> None:
+    client = await connect()
+    headers = {"Content-Type": "application/json"}
+    for sign in ("", "-"):
+        body = f'{{"prompt": "x", "{field}": {sign}{"9" * 400}}}'
+        error = await error_of(await client.post(TEXT, data=body, headers=headers), 400)
+        assert error["param"] == field
 
 
 async def test_errors_of_messages_name_the_place_and_the_roles(connect: Connect) -> None:

@@ -496,3 +496,5 @@ def test_a_model_type_or_quantisation_that_is_not_known_is_told_with_its_place()
     quantised = {"model_type": "llama", "quantization_config": {"quant_method": "x"}}
     with pytest.raises(ConfigError, match=r"^DIR/config\.json: quantization_config"):
         models.describe(quantised, "DIR/config.json")
+    with pytest.raises(ConfigError, match=r"^model\.gguf: num_hidden_layers must be an integer"):
+        models.describe(tiny.config(num_hidden_layers=10**6), "model.gguf")

@@ -33,7 +33,7 @@ from xylite.http.stream import Batch, Pending, TimeLimits
 from xylite.runtime.request import SamplingParams, check_params
 from xylite.text_engine import TextEvent, TextStream
 
-MAX_TOKENS = 2**31
+MAX_TOKENS = 2**31 - 1
 
 _encode = msgspec.json.Encoder().encode
 

@@ -71,9 +71,9 @@ def prompts_of(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [Prompt(prompt)]
     if not isinstance(prompt, list) or not prompt:
-        got = "an empty list" if prompt == [] else "nothing" if prompt is None else "something else"
         raise RequestError(
-            f"prompt must be a string, token ids, or a list of these; got {got}", param="prompt"
+            f"prompt must be a string, token ids, or a list of these; got {_kind_of(prompt)}",
+            param="prompt",
         )
     items = cast(list[Any], prompt)
     if type(items[0]) is int:
@@ -91,10 +91,20 @@ def prompts_of(prompt: Any) -> list[Prompt]:
             prompts.append(Prompt(_token_ids(name, cast(list[Any], item)), name))
         else:
             raise RequestError(
-                f"prompt[{i}] must be a string or a list of token ids, like the others",
+                f"prompt[{i}] must be a token id, a string or a list of token ids, and of the kind "
+                f"of the others; got {_kind_of(item)}",
                 param=f"prompt[{i}]",
             )
     return prompts
+
+
+def _kind_of(value: Any) -> str:
+    """What a value of a JSON body is, in words."""
+    if value == []:
+        return "an empty list"
+    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    kinds |= {list: "a list", dict: "an object"}
+    return kinds.get(type(value), "nothing")
 
 
 def _token_ids(name: str, ids: list[Any]) -> list[int]:

@@ -186,6 +186,10 @@ SCHEMAS = frozenset(("guided_json", "json_schema"))
 
 _PATH = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 _TYPES = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`$")
+# An escape of half a surrogate pair without its other half: such text cannot be written in UTF-8.
+_HALF_PAIR = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL
+)
 _JSON_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "int": "an integer",
@@ -223,8 +227,10 @@ def decode(
         said = _in_json_words(what)
         raise RequestError(f"{place or 'the request body'} {said}", param=place) from None
     except (msgspec.MsgspecError, UnicodeError) as e:
+        half = _HALF_PAIR.search(body)
+        why = str(e) if half is None else f"half of a surrogate pair at byte {half.start()}"
         raise RequestError(
-            f"the request body is not valid JSON: {e}", code="invalid_json"
+            f"the request body is not valid JSON: {why}", code="invalid_json"
         ) from None
 
 

@@ -56,4 +56,8 @@ def describe(
             )
     model_type = config.get("model_type")
     family = find(model_type if isinstance(model_type, str) else str(model_type), source)
-    return family, family.spec_from_config(config)
+    try:
+        return family, family.spec_from_config(config)
+    except ConfigError as e:  # families call it config.json, wherever it was
+        message = e.message.replace("config.json", source, 1)
+        raise ConfigError(message, param=e.param) from None

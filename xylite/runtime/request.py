@@ -181,10 +181,13 @@ def _in_range(name: str, value: float, low: float, high: float, low_open: bool =
 
 
 def _shown(value: float) -> str:
-    """A number as a client wrote it: integers in full."""
-    if math.isfinite(value) and value == int(value):
-        return str(int(value))
-    return f"{value:g}"
+    """A number as a client wrote it: integers in full, unless they are hundreds of digits."""
+    if abs(value) <= 2**64:
+        return str(int(value)) if value == int(value) else f"{value:g}"
+    try:
+        return f"{value:g}"
+    except OverflowError:  # an integer that no float can be
+        return f"an integer of {int(math.log10(abs(value))) + 1} digits"
 
 
 def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -98,7 +98,7 @@ def prompts_of(prompt: Any) -> list[Prompt]:
     return prompts
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     """What a value of a JSON body is, in words."""
     if value == []:
         return "an empty list"

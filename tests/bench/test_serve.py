@@ -148,6 +148,15 @@ async def test_a_server_that_does_not_answer_is_an_error_in_time(unused_tcp_port
             await run(config)
 
 
+async def test_who_waits_for_a_server_is_told_so_once(
+    unused_tcp_port: int, capsys: pytest.CaptureFixture[str]
+):
+    config = BenchConfig(port=unused_tcp_port, ready_check_timeout_sec=0.6)
+    with pytest.raises(EngineError, match="no answer"):
+        await run(config)
+    assert capsys.readouterr().err.count("waiting up to 0.6 s for http://127.0.0.1:") == 1
+
+
 async def test_requests_are_sent_when_they_are_due(start: Start, tmp_path: Path):
     rows = [{"prompt": [400], "max_tokens": 2, "arrival": t} for t in (0.0, 1.0, 2.0)]
     (tmp_path / "w.jsonl").write_text("\n".join(map(json.dumps, rows)))

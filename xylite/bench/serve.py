@@ -251,6 +251,7 @@ async def _first_model(
 ) -> str:
     """The first model the server lists, as soon as it does; EngineError if it does not in time."""
     deadline = time.monotonic() + timeout_s
+    told = False
     while True:
         try:
             async with session.get(f"{base}/v1/models", headers=headers) as response:
@@ -265,6 +266,9 @@ async def _first_model(
             problem = "the answer lists no model"
         if time.monotonic() >= deadline:
             raise EngineError(f"no answer from {base}/v1/models in {timeout_s:g} s: {problem}")
+        if not told:
+            print(f"waiting up to {timeout_s:g} s for {base}: {problem}", file=sys.stderr)
+            told = True
         await asyncio.sleep(0.5)
 
 

@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -72,7 +73,7 @@ def prompts_of(prompt: Any) -> list[Prompt]:
         return [Prompt(prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(
-            f"prompt must be a string, token ids, or a list of these; got {_kind_of(prompt)}",
+            f"prompt must be a string, token ids, or a list of these; got {_kind_of(cast(object, prompt))}",
             param="prompt",
         )
     items = cast(list[Any], prompt)
@@ -92,19 +93,28 @@ def prompts_of(prompt: Any) -> list[Prompt]:
         else:
             raise RequestError(
                 f"prompt[{i}] must be a token id, a string or a list of token ids, and of the kind "
-                f"of the others; got {_kind_of(item)}",
+                f"of the others; got {_kind_of(cast(object, item))}",
                 param=f"prompt[{i}]",
             )
     return prompts
 
 
+# Names of types in JSON; whatever else a body can hold is null.
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "a boolean",
+        "int": "an integer",
+        "float": "a number",
+        "str": "a string",
+        "list": "a list",
+        "dict": "an object",
+    }
+)
+
+
 def _kind_of(value: object) -> str:
     """What a value of a JSON body is, in words."""
-    if value == []:
-        return "an empty list"
-    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
-    kinds |= {list: "a list", dict: "an object"}
-    return kinds.get(type(value), "nothing")
+    return "an empty list" if value == [] else _KINDS.get(type(value).__name__, "nothing")
 
 
 def _token_ids(name: str, ids: list[Any]) -> list[int]:

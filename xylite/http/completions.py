@@ -72,8 +72,9 @@ def prompts_of(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [Prompt(prompt)]
     if not isinstance(prompt, list) or not prompt:
+        got = _kind_of(cast(object, prompt))
         raise RequestError(
-            f"prompt must be a string, token ids, or a list of these; got {_kind_of(cast(object, prompt))}",
+            f"prompt must be a string, token ids, or a list of these; got {got}",
             param="prompt",
         )
     items = cast(list[Any], prompt)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 from collections import Counter
@@ -24,6 +25,7 @@ from tests.end_to_end.smollm2 import (
     NUMLONG_TEXT,
 )
 from tests.end_to_end.variants import tiny
+from xylite.runtime.request import SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -336,6 +338,29 @@ async def test_long_request_ends_among_short_ones_that_never_stop_coming(
         assert long["usage"]["completion_tokens"] == 20
         assert num_short > 20, "the short ones had to wait for the long one"
         await idle(client)
+
+
+async def test_running_stream_gets_its_tokens_while_a_long_prompt_is_computed(serving):
+    """Counted in iterations, one of which has one chunk of the prompt; the machine may be slow."""
+    budget, length = 128, 7000
+    async with serving(max_num_batched_tokens=budget) as client:
+        engine, seen = client.engine, []
+        params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
+        stream = await engine.submit(NUM, params)
+        await anext(stream)
+        long = asyncio.ensure_future(client.complete([7, 8] * (length // 2), 1))
+        async for event in stream:
+            now = engine.snapshot()
+            if now["num_running"] == 2 and event.finish_reason is None:
+                seen.append((now["num_steps"], event.num_output))
+            if long.done():
+                break
+        await stream.aclose()
+        assert (await long)["usage"]["prompt_tokens"] == length
+        steps, tokens = zip(*seen, strict=True)
+        assert length // budget <= steps[-1] - steps[0] + 2 <= length // budget + 8
+        assert max(b - a for a, b in itertools.pairwise(steps)) < 3
+        assert tokens[-1] - tokens[0] >= steps[-1] - steps[0] - 2, "a token in each iteration"
 
 
 async def test_streams_that_start_together_all_move(serving):

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MESSAGES = json.dumps(CHAT)
+VOCABULARY = 49152
 
 
 async def assert_still_answers(client):
@@ -74,6 +75,46 @@ async def test_value_out_of_range_is_refused_and_the_engine_lives(client, field,
             assert named or error["code"] == "invalid_json", error
             assert named or value in ("NaN", "Infinity", "-Infinity", '{"5":NaN}'), error
         await assert_still_answers(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [999999, VOCABULARY, -1, -VOCABULARY, 2**31, 2**63, 2**64])
+async def test_ids_outside_the_vocabulary_are_refused_before_the_sampler(client, token, stream):
+    before = client.engine.snapshot()["num_steps"]
+    for field, value in (
+        ("logit_bias", {str(token): -100}),
+        ("logit_bias", {"5": 1, str(token): 1}),
+        ("stop_token_ids", [token]),
+        ("stop_token_ids", [5, token]),
+        ("allowed_token_ids", [5, token]),
+        ("prompt", [5, token]),
+    ):
+        body = {"max_tokens": 3, "min_tokens": 1, "stream": stream, "logprobs": 1, "prompt": NUM}
+        error = (await client.post(COMPLETIONS, {**body, field: value}, 400))["error"]
+        assert error["param"] == field and str(token) in error["message"]
+        assert error["type"] == "invalid_request_error"
+        if field != "prompt":
+            asked = {"messages": CHAT, "max_tokens": 3, "min_tokens": 1, "stream": stream}
+            error = (await client.post(CHATS, {**asked, field: value}, 400))["error"]
+            assert error["param"] == field
+    assert client.engine.snapshot()["num_steps"] == before
+    answer = await client.chat(CHAT)
+    assert answer["choices"][0]["message"]["content"] == CHAT_TEXT
+
+
+async def test_first_and_last_ids_of_the_vocabulary_are_within_it(client):
+    ends = [0, VOCABULARY - 1]
+    bias = {str(token): -100 for token in ends}
+    assert (
+        await client.text(NUM, 20, logit_bias=bias, stop_token_ids=ends, min_tokens=1) == NUM_TEXT
+    )
+    for token in ends:
+        forced = {"logit_bias": {str(token): 100}, "ignore_eos": True, "return_token_ids": True}
+        answer = await client.complete(NUM, 3, **forced)
+        assert answer["choices"][0]["token_ids"] == [token] * 3
+        stopped = await client.complete(NUM, 3, **forced, stop_token_ids=[token], min_tokens=1)
+        (choice,) = stopped["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
 
 
 @pytest.mark.parametrize("prompt", ['""', '[""]', "[]", "[[]]", '["x",""]', "null"])

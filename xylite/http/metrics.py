@@ -138,7 +138,12 @@ _OWN_COUNTERS = (
 )
 # name, label, key of the snapshot: a mapping from label value to count
 _COUNTERS_BY = (
-    ("request_success", "finished_reason", "finished", "Sequences that ended, by reason."),
+    (
+        "request_success",
+        "finished_reason",
+        "finished",
+        "Requests that ended, by reason; one of several sequences counts once, by its worst.",
+    ),
     ("admission_rejections", "reason", "rejections", "Requests refused for lack of room."),
 )
 

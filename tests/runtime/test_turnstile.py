@@ -7,8 +7,6 @@ from xylite.runtime.request import TokenEvent
 from xylite.runtime.turnstile import Turnstile
 
 
-
-
 async def test_callbacks_of_one_turn_are_spread_over_turns_in_order() -> None:
     gate, seen = Turnstile(3), list[int]()
     for i in range(10):

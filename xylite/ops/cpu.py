@@ -277,7 +277,6 @@ class _Table:
         )
         return ids
 
-
     def finite(self, x: Tensor) -> Tensor:
         if x.dtype not in TYPES or x.stride(-1) != 1 or not x.numel():
             return reference.finite(x)

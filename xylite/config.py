@@ -91,8 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: Annotated[
         Literal["auto", "int8"],
         about(
-            "Type of KV: int8 takes half of bfloat16's memory, with a scale per token and head; auto "
-            "is that of dtype.",
+            "Type of KV: int8 takes half of bfloat16's memory, with a scale per token and head; "
+            "auto is that of dtype.",
             "cache",
         ),
     ] = "auto"

@@ -34,7 +34,8 @@ vllm:request_num_preemptions_bucket vllm:corrupted_requests_total
 vllm:request_params_n_bucket vllm:spec_decode_num_drafts_total
 vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_accepted_tokens_total
 vllm:spec_decode_num_accepted_tokens_per_pos_total
-xylite:attention_balance xylite:steps_total xylite:host_gap_seconds_total xylite:slow_client_closed_total
+xylite:attention_balance xylite:steps_total xylite:host_gap_seconds_total
+xylite:slow_client_closed_total
     http_requests_total http_request_duration_seconds_bucket python_gc_collections_total
 """.split()  # noqa: SIM905 (a word list reads better)
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,11 @@ class LLM:
             target=self._loop.run_forever, name="xylite-llm", daemon=True
         )
         self._thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._engine, self._loop, self._thread)
         try:
             self._run(self._engine.__aenter__())
         except BaseException:
-            self._stop_loop()
+            self._finalizer()
             raise
 
     def _run(self, work: Any) -> Any:
@@ -60,11 +62,6 @@ class LLM:
         except BaseException:
             future.cancel()  # Ctrl-C stops the work, too
             raise
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     def generate(
         self,
@@ -123,16 +120,38 @@ class LLM:
         return [_completion(e, stream.prompt_token_ids) for e in events]
 
     def close(self) -> None:
-        """Free the model. Also done when the `with` block ends."""
-        if not self._loop.is_closed():
-            self._run(self._engine.__aexit__())
-            self._stop_loop()
+        """Free the model. Also done when the `with` block ends, when nobody holds this object any
+        more, and when the interpreter exits."""
+        self._finalizer()
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _end(engine: TextEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Stop the engine, and the loop and thread it runs in."""
+    work = _stopped(engine)
+    if thread is threading.current_thread():  # collected in the very loop that is to end
+        loop.create_task(work).add_done_callback(lambda _: loop.stop())
+        return
+    try:
+        asyncio.run_coroutine_threadsafe(work, loop).result()
+    except RuntimeError:
+        # The interpreter exits: its thread pools have ended already, and take no more work.
+        if engine.state != "closed":
+            raise
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _stopped(engine: TextEngine) -> None:
+    await engine.__aexit__()
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def _as_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:

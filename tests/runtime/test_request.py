@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xylite.errors import RequestError
-from xylite.runtime.request import Limits, SamplingParams, make_request
+from xylite.runtime.request import Limits, SamplingParams, check_params, make_request
 
 
 def accepted(num_prompt, max_tokens, max_kv_tokens=100, **params):
@@ -82,3 +82,48 @@ def test_a_default_length_is_cut_to_the_room_and_a_named_one_is_not(
         assert kv is None
     else:
         assert kv == min(left, resolved or left)
+
+
+WRONG_KINDS = [
+    *[(name, value) for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs",
+      "prompt_logprobs", "default_max_tokens") for value in ("1", 1.0, True)],
+    *[(name, value) for name in ("temperature", "top_p", "min_p", "presence_penalty",
+      "frequency_penalty", "repetition_penalty") for value in ("1", None, True, [1])],
+    ("logit_bias", {1: "1"}),
+    ("logit_bias", {"1": 1}),
+    *[(name, ids) for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+      for ids in (("1",), (1, 2.0), (True,), (None,))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_KINDS, ids=str)
+def test_values_of_another_kind_are_refused_by_name(name, value):
+    """Callers in the same process, too: what is no number fails here and not on the device."""
+    params = SamplingParams(**{"max_tokens": 4, name: value})
+    with pytest.raises(RequestError, match=f"^{name} must ") as caught:
+        check_params(params, Limits(vocab_size=50, max_model_len=20, max_kv_tokens=100))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("token", ["a", 1.5, None, True])
+def test_prompts_hold_token_ids_only(token):
+    with pytest.raises(RequestError, match="^prompt must hold token ids"):
+        make_request(
+            "r",
+            [1, token],
+            SamplingParams(max_tokens=1),
+            limits=Limits(vocab_size=50, max_model_len=20, max_kv_tokens=100),
+            end_tokens=frozenset(),
+            default_seed=0,
+        )
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    params = {
+        "temperature": np.float32(0.5),
+        "top_k": np.int64(3),
+        "stop_token_ids": (np.int32(4),),
+    }
+    assert accepted(3, np.int64(4), **params) == 4

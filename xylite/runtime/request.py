@@ -6,6 +6,7 @@ a sequence: proposed tokens, and a rule for the tokens that may come next.
 """
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -169,8 +170,24 @@ class TokenEvent:
     error: XyliteError | None = None
 
 
-def _in_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
-    """RequestError unless low <= value <= high; written so that NaN fails."""
+def _in_range(
+    name: str,
+    value: float,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    whole: bool = False,
+) -> None:
+    """RequestError unless low <= value <= high; written so that NaN fails.
+
+    Types too: in a library nobody checks them before, and an array's constructor would take "5"
+    for some of these fields, or fail a whole iteration.
+    """
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        said = "an integer" if whole else "a number"
+        raise RequestError(f"{name} must be {said}, got {repr(value)[:40]}", param=name)
     fits = (low < value if low_open else low <= value) and value <= high
     if not fits:
         bracket = "(" if low_open else "["
@@ -191,6 +208,9 @@ def _shown(value: float) -> str:
 
 
 def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for kind in set(map(type, ids)):
+        if kind is bool or not issubclass(kind, numbers.Integral):
+            raise RequestError(f"{name} must hold token ids, got a {kind.__name__}", param=name)
     for i in ids:
         if not 0 <= i < vocab_size:
             raise RequestError(
@@ -202,12 +222,12 @@ def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """RequestError naming field, limit and value if `params` breaks a rule."""
     p = params
-    _in_range("n", p.n, 1, limits.max_n)
+    _in_range("n", p.n, 1, limits.max_n, whole=True)
     if p.max_tokens is not None:
-        _in_range("max_tokens", p.max_tokens, 0, MAX_INT)
+        _in_range("max_tokens", p.max_tokens, 0, MAX_INT, whole=True)
     if p.default_max_tokens is not None:
-        _in_range("default_max_tokens", p.default_max_tokens, 1, MAX_INT)
-    _in_range("min_tokens", p.min_tokens, 0, MAX_INT)
+        _in_range("default_max_tokens", p.default_max_tokens, 1, MAX_INT, whole=True)
+    _in_range("min_tokens", p.min_tokens, 0, MAX_INT, whole=True)
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise RequestError(
             f"min_tokens ({p.min_tokens}) is greater than max_tokens ({p.max_tokens})",
@@ -215,7 +235,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         )
     _in_range("temperature", p.temperature, 0, 2)
     _in_range("top_p", p.top_p, 0, 1, low_open=True)
-    _in_range("top_k", p.top_k, -1, MAX_INT)
+    _in_range("top_k", p.top_k, -1, MAX_INT, whole=True)
     _in_range("min_p", p.min_p, 0, 1)
     _in_range("presence_penalty", p.presence_penalty, -2, 2)
     _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
@@ -229,7 +249,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     for value in p.logit_bias.values():
         _in_range("logit_bias", value, -100, 100)
     if p.seed is not None:
-        _in_range("seed", p.seed, -MAX_SEED - 1, MAX_SEED)
+        _in_range("seed", p.seed, -MAX_SEED - 1, MAX_SEED, whole=True)
     if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"stop_token_ids has {len(p.stop_token_ids)} entries, the limit is "
@@ -239,7 +259,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     _ids_in_vocabulary("stop_token_ids", p.stop_token_ids, limits.vocab_size)
     for name, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         if value is not None:
-            _in_range(name, value, 0, limits.max_logprobs)
+            _in_range(name, value, 0, limits.max_logprobs, whole=True)
     if p.allowed_token_ids is not None:
         if not p.allowed_token_ids:
             raise RequestError(

@@ -160,8 +160,21 @@ async def test_unix_socket(tmp_path: Path) -> None:
         async with ClientSession(connector=UnixConnector(path)) as client:
             response = await client.get("http://anything/v1/models")
             assert response.status == 200
+    assert not os.path.exists(path)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
     async with serving(FakeEngine(), uds=path) as (url, _):
         assert url, "a socket left behind is replaced"
+
+
+async def test_unix_socket_of_a_running_server_is_not_taken_from_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    async with serving(FakeEngine(), uds=path):
+        with pytest.raises(XyliteError, match="cannot listen on .*: Address already in use"):
+            async with serving(FakeEngine(), uds=path):
+                pass
+        async with ClientSession(connector=UnixConnector(path)) as client:
+            assert (await client.get("http://anything/health")).status == 200
 
 
 async def test_address_in_use_is_a_clear_error() -> None:

@@ -32,6 +32,7 @@ class Listener:
         self._config = config
         self._manager: web.Server | None = None
         self._server: asyncio.AbstractServer | None = None
+        self._socket_file: tuple[int, int] | None = None
 
     async def bind(self) -> None:
         """Take the address. XyliteError if it is in use, ConfigError if it cannot be one."""
@@ -39,10 +40,13 @@ class Listener:
         tls = _tls(config)
         try:
             if config.uds is not None:
+                # The loop would replace the socket of a server that runs as it does a dead one's.
+                await _refuse_if_alive(config.uds)
                 self._server = await loop.create_unix_server(
                     self._connection, config.uds, ssl=tls, start_serving=False
                 )
                 self.url = f"unix://{config.uds}"
+                self._socket_file = _identity(config.uds)
                 return
             server = await loop.create_server(
                 self._connection, config.host, config.port, ssl=tls, start_serving=False
@@ -69,6 +73,9 @@ class Listener:
         """Accept no more connections; those that are open go on."""
         if self._server is not None:
             self._server.close()
+        path, self._socket_file, made = self._config.uds, None, self._socket_file
+        if path is not None and made is not None and made == _identity(path):
+            os.unlink(path)
 
     def _connection(self) -> "Connection":
         assert self._manager is not None
@@ -125,6 +132,25 @@ class Connection(web.RequestHandler):
 
 def _protocol_log() -> logging.Logger:
     return logging.getLogger("xylite.http.protocol")
+
+
+async def _refuse_if_alive(path: str) -> None:
+    """OSError EADDRINUSE if somebody accepts connections at a Unix socket."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return
+    writer.close()
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _reason(e: OSError) -> str:

@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 
+from tests.runtime.driver import Driver
 from tests.runtime.test_engine import ask, read, toy_engine
-from tests.toy import expected_tokens
+from tests.toy import expected_tokens, toy_request
+from xylite.errors import EngineError
+from xylite.runtime.request import SamplingParams
 from xylite.runtime.trials import MAX_FAILURES
 
 MARK = 50
@@ -74,6 +77,25 @@ async def test_a_fault_that_does_not_come_again_is_nobodys():
         answers = await asyncio.gather(*(read(q) for _, q, _ in asked))
         assert [tokens for tokens, _ in answers] == [expected_tokens(r) for r, _, _ in asked]
         assert engine.snapshot()["failed_steps"] == 1
+
+
+def test_who_is_left_of_a_failed_iteration_is_not_guilty_for_that():
+    """The other one, whose data it was, has been aborted meanwhile."""
+    driver = Driver(budget=16, block_size=4)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    left, gone = (toy_request(name, [i, 1, 2], greedy) for i, name in enumerate(("left", "gone")))
+    driver.add(left)
+    (culprit,) = driver.add(gone)
+    plan, _ = driver.plan()
+    assert len(plan.chunks) == 2
+    driver.scheduler.stop(culprit, "abort")
+    assert driver.scheduler.fail(plan, EngineError("x")) == []
+    driver.check()
+    driver.run()
+    assert driver.tokens("left") == expected_tokens(left)
+    (alone,) = driver.add(toy_request("alone", [5], greedy))
+    plan, _ = driver.plan()
+    assert [s for s, _ in driver.scheduler.fail(plan, EngineError("x"))] == [alone]
 
 
 async def test_requests_that_fail_one_after_the_other_do_not_end_the_engine():

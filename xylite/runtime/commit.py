@@ -141,7 +141,7 @@ def fail(
     outcomes: list[Outcome] = []
     plans = [plan] if ahead is None else [plan, ahead]
     members = [c.seq for c in plan.chunks if c.epoch == c.seq.epoch and c.seq.finish is None]
-    for seq in queues.trials.accuse(members):
+    for seq in queues.trials.accuse(members, alone=len(plan.chunks) == 1):
         seq.finish = "error"
         event = TokenEvent(index=seq.index, finish_reason="error", error=error)
         outcomes.append((seq, event))

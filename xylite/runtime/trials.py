@@ -23,9 +23,12 @@ class Trials:
         self._groups: list[Group] = []
         self._failures: dict[Sequence, int] = {}  # since anybody was found
 
-    def accuse(self, members: list[Sequence]) -> list[Sequence]:
-        """An iteration of these sequences failed: those of them that have to end."""
-        if len(members) == 1:
+    def accuse(self, members: list[Sequence], *, alone: bool) -> list[Sequence]:
+        """An iteration of these sequences failed: those of them that have to end.
+
+        alone  there was nobody else in it, not even one that has ended meanwhile
+        """
+        if alone:
             self._failures.clear()
             guilty = members
         else:

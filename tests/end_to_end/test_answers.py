@@ -264,6 +264,30 @@ async def test_logprobs_have_one_entry_per_delivered_token(client):
     assert streamed == entries
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_point_at_the_text_of_their_tokens(client, stream, as_ids):
+    """Characters of one token, of several, and two characters' bytes in turn."""
+    prompt = "Hello 😀 wörld, 你好 👩‍👧, end"
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 0}
+    body |= {"return_tokens_as_token_ids": as_ids, "return_token_ids": True}
+    if stream:
+        events = (await client.events("/v1/completions", body))[:-1]
+        choices = [choice for event in events for choice in event["choices"]]
+    else:
+        choices = (await client.post("/v1/completions", body))["choices"]
+    text = "".join(c["text"] for c in choices)
+    offsets = [n for c in choices for n in c["logprobs"]["text_offset"]]
+    ids = [*choices[0]["prompt_token_ids"], *(t for c in choices for t in c["token_ids"])]
+    assert text.startswith(prompt) and len(ids) == len(offsets) > 20
+    data, at = text.encode(), 0
+    for token, offset in zip(ids, offsets, strict=True):
+        assert offset == len(data[:at].decode(errors="ignore")), (token, at)
+        at += len(client.engine.tokenizer.token_bytes(token))
+    assert at == len(data)
+    assert len(set(offsets)) < len(offsets), "no character has several tokens"
+
+
 async def test_logprobs_without_alternatives_and_the_other_way_round(client):
     plain = await client.chat(CHAT, logprobs=True)
     assert all(e["top_logprobs"] == [] for e in plain["choices"][0]["logprobs"]["content"])

@@ -252,7 +252,7 @@ class CompletionForm:
             runs.append(event.logprobs)
         logprobs = None
         if runs:
-            first = self._first_token(prompt) if is_first else ""
+            first = self._first_token(prompt) if is_first else (0, "")
             logprobs = msgspec.Raw(await pieces.encoded(*runs, first_token=first))
         shown: dict[str, Any] = {
             "index": choice,
@@ -271,9 +271,9 @@ class CompletionForm:
         content = self._prompts[prompt].content
         return content if isinstance(content, str) else self._engine.decode(content)
 
-    def _first_token(self, prompt: int) -> str:
+    def _first_token(self, prompt: int) -> tuple[int, str]:
         token = self._streams[prompt].prompt_token_ids[0]
-        return f"token_id:{token}" if self._as_ids else self._engine.token_text(token)
+        return token, self._engine.token_text(token)
 
     def end(self) -> bytes:
         """The usage chunk, if it was asked for."""

@@ -4,6 +4,7 @@ Thousands of tokens with 20 alternatives each are a second of work. So long list
 slices, and all requests of a server share one turnstile: at most one slice in a turn of the loop.
 """
 
+import codecs
 import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, TypeVar
@@ -17,6 +18,7 @@ SLICE: Final = 256  # log-probabilities, alternatives included: 1 to 2 ms
 
 E = TypeVar("E", TextLogprob, TextLogprob | None)
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _encode = msgspec.json.Encoder().encode
 
 # JSON has no -inf; OpenAI writes this number for "impossible".
@@ -95,20 +97,25 @@ def _prompt_token(entry: TextLogprob, rank: int | None) -> dict[str, Any]:
 class CompletionLogprobs:
     """The `logprobs` object of a text completion's choice, piece by piece.
 
-    `text_offset` counts characters of the choice's text, so the object remembers how far it is.
+    `text_offset` counts characters of the choice's text, so the object remembers how far it is. A
+    character of several tokens counts with its last: all of them begin where it does.
     """
 
-    __slots__ = ("_as_id", "_offset", "_turns")
+    __slots__ = ("_as_id", "_offset", "_turns", "_utf8")
 
     def __init__(self, as_id: bool, turns: Turnstile):
         self._as_id = as_id
         self._turns = turns
         self._offset = 0
+        self._utf8 = _Utf8("replace")
 
     async def encoded(
-        self, *runs: Sequence[TextLogprob] | Sequence[TextLogprob | None], first_token: str = ""
+        self,
+        *runs: Sequence[TextLogprob] | Sequence[TextLogprob | None],
+        first_token: tuple[int, str] = (0, ""),
     ) -> bytes:
-        """The next tokens; None stands for a token without a log-probability, `first_token`."""
+        """The next tokens; None stands for a token without a log-probability: `first_token`, its
+        id and text."""
         parts: dict[str, list[bytes]] = {}
         for run in runs:
             async for part in slices(run, self._turns):
@@ -120,7 +127,7 @@ class CompletionLogprobs:
         return b"{%s}" % b",".join(b'"%s":' % k.encode() + _joined(v) for k, v in parts.items())
 
     def _entries(
-        self, entries: Sequence[TextLogprob | None], first_token: str
+        self, entries: Sequence[TextLogprob | None], first_token: tuple[int, str]
     ) -> dict[str, list[Any]]:
         tokens: list[str] = []
         logprobs: list[float | None] = []
@@ -129,10 +136,11 @@ class CompletionLogprobs:
         for entry in entries:
             offsets.append(self._offset)
             if entry is None:
-                tokens.append(first_token)
+                token_id, text = first_token
+                tokens.append(f"token_id:{token_id}" if self._as_id else text)
                 logprobs.append(None)
                 tops.append(None)
-                self._offset += len(first_token)
+                self._offset += len(self._utf8.decode(text.encode()))
                 continue
             token = shown(entry, self._as_id)
             top = {shown(t, self._as_id): finite(t.logprob) for t in entry.top}
@@ -141,7 +149,7 @@ class CompletionLogprobs:
             tokens.append(token)
             logprobs.append(finite(entry.logprob))
             tops.append(top)
-            self._offset += len(entry.token)
+            self._offset += len(self._utf8.decode(entry.bytes))
         return {
             "text_offset": offsets,
             "token_logprobs": logprobs,

@@ -162,6 +162,44 @@ def test_end_tokens_are_the_union_of_all_sources():
     assert t.end_tokens(checkpoint) == {2, 3, 4, 5, 6, 7, 8, 9}
 
 
+@pytest.mark.parametrize("ids", ["</s>", {"a": 1}, [2, None, "x"], [[2]], True, 2.0])
+@pytest.mark.parametrize("where", ["config", "text_config", "generation_config"])
+def test_an_end_token_that_is_no_id_is_told_with_its_file(where: str, ids: Any):
+    given: dict[str, Any] = {"eos_token_id": ids}
+    given = {"config": {where: given}} if where == "text_config" else {where: given}
+    checkpoint = checkpoint_of(byte_level_metadata(control=("</s>",)), **given)
+    file = "generation_config" if where == "generation_config" else "config"
+    with pytest.raises(ConfigError, match=rf"^{file}\.json: eos_token_id must be a token id"):
+        Tokenizer.from_checkpoint(checkpoint).end_tokens(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("added_tokens_decoder", {"a": "x"}),
+        ("added_tokens_decoder", ["x"]),
+        ("added_tokens_decoder", 5),
+        ("added_tokens_decoder", {"4": {"content": "\ud800"}}),
+        ("bos_token", "\ud800"),
+        ("additional_special_tokens", 5),
+        ("additional_special_tokens", True),
+    ],
+)
+def test_a_wrong_tokenizer_config_is_a_clear_error(tmp_path: Path, field: str, value: Any):
+    checkpoint = checkpoint_of(
+        tokenizer_config={field: value}, tokenizer_json=_save(tmp_path, _word_pieces())
+    )
+    with pytest.raises(ConfigError, match=r"^tokenizer_config\.json: "):
+        Tokenizer.from_checkpoint(checkpoint)
+
+
+def test_an_added_token_may_be_a_plain_string(tmp_path: Path):
+    config = {"added_tokens_decoder": {"4": "<s>"}}
+    path = _save(tmp_path, _word_pieces())
+    t = Tokenizer.from_checkpoint(checkpoint_of(tokenizer_config=config, tokenizer_json=path))
+    assert t.encode("a<s>") == [0, 4]
+
+
 def _save(path: Path, inner: tokenizers.Tokenizer) -> str:
     inner.save(str(path / "tokenizer.json"))
     return str(path / "tokenizer.json")

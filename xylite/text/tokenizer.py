@@ -98,7 +98,11 @@ def _bytes_of_tokens(
 def _content(token: Any) -> str | None:
     """Text of a token as tokenizer_config.json writes it: a string, or {"content": ...}."""
     text = cast("Mapping[str, Any]", token).get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) and text else None
+    if not isinstance(text, str) or not text:
+        return None
+    if not _is_unicode(text):
+        raise ConfigError(f"tokenizer_config.json: the token {text[:40]!r} is no valid Unicode")
+    return text
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
@@ -121,7 +125,10 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     except Exception as e:  # tokenizers raises plain Exception
         raise ConfigError(f"{path} is not a tokenizer that this version can load: {e}") from e
     config = checkpoint.tokenizer_config or {}
-    added: dict[str, Any] = config.get("added_tokens_decoder") or {}
+    added: Any = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(map(str.isdecimal, cast("dict[str, Any]", added))):
+        raise ConfigError("tokenizer_config.json: added_tokens_decoder must map ids to tokens")
+    added = cast("dict[str, Any]", added)
     for i, token in sorted(added.items(), key=lambda item: int(item[0])):
         content = _content(token)
         if content and inner.token_to_id(content) is None:
@@ -134,6 +141,9 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     extra: Any = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
     if isinstance(extra, dict):  # name -> token
         extra = cast("dict[str, Any]", extra).values()
+    elif not isinstance(extra, list | tuple):
+        raise ConfigError("tokenizer_config.json: additional_special_tokens must be a list")
+    extra = cast("list[Any]", extra)
     names = [*_special_tokens(checkpoint).values(), *filter(None, map(_content, extra))]
     present = {t.content: t for t in inner.get_added_tokens_decoder().values()}
     for name in names:
@@ -155,8 +165,9 @@ def _load_json(checkpoint: Checkpoint) -> tokenizers.Tokenizer:
     return inner
 
 
-def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
+def _added(content: str, token: Any) -> AddedToken:
     names = ("lstrip", "rstrip", "normalized", "special")
+    flags = cast("dict[str, Any]", token if isinstance(token, dict) else {})
     return AddedToken(content, **{n: bool(flags.get(n, False)) for n in names})
 
 
@@ -362,18 +373,39 @@ class Tokenizer:
         """Ids that end an answer: all that config, generation_config, tokenizer and GGUF name."""
         found: set[int] = set() if self.eos_id is None else {self.eos_id}
         config = checkpoint.config or {}
-        for source in (config, config.get("text_config"), checkpoint.generation_config):
-            ids: Any = (source or {}).get("eos_token_id")
-            if isinstance(ids, list):
-                found.update(cast("list[int]", ids))
-            elif ids is not None:
-                found.add(ids)
+        for name, source in (
+            ("config.json", config),
+            ("config.json", config.get("text_config")),
+            ("generation_config.json", checkpoint.generation_config),
+        ):
+            found.update(_end_ids(name, source))
         metadata = checkpoint.gguf_metadata
         if metadata is not None:
             ids = (metadata.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot", "eom"))
             found.update(int(i) for i in ids if i is not None)
             found.update(i for t in _END_OF_TURN if (i := self.control_tokens.get(t)) is not None)
         return frozenset(i for i in found if 0 <= i < self.vocab_size)
+
+
+def _end_ids(name: str, config: Any) -> list[int]:
+    """eos_token_id of a configuration file of that name: an id, a list of ids, or nothing."""
+    given = cast("dict[str, Any]", config).get("eos_token_id") if isinstance(config, dict) else None
+    ids = cast("list[Any]", given if isinstance(given, list) else [given])
+    for i in ids:
+        if i is not None and type(i) is not int:
+            raise ConfigError(
+                f"{name}: eos_token_id must be a token id or a list of them, got {repr(i)[:40]}"
+            )
+    return [i for i in ids if i is not None]
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 has it all: JSON can hold halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _utf8_length(text: str) -> int:

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 from importlib import metadata, util
 
 
@@ -13,6 +14,11 @@ def _has_ascend_compiler() -> bool:
 
 # triton-ascend replaces triton, so its tests have an environment of their own: make test-ascend.
 collect_ignore = [] if _has_ascend_compiler() else ["ascend"]
+
+if not _has_ascend_compiler():
+    # Kernels run in Triton's interpreter, which is chosen when triton itself is imported: before
+    # any test's imports, whichever comes first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if util.find_spec("hypothesis"):  # the Ascend environment has none
     from hypothesis import settings

@@ -4,15 +4,10 @@ The interpreter cannot multiply bfloat16 and truncates where it should round to 
 use float32 and float16; bfloat16 runs through the Ascend compiler and its emulator.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-# The interpreter is chosen when a kernel is decorated, so before its module is imported.
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
 
 from xylite.kernels_triton import launch, smooth_gemm, tiles

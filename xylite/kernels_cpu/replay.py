@@ -22,8 +22,7 @@ from xylite import tree
 from xylite.kernels_cpu.library import Foreign, Kernels, Recording
 from xylite.kernels_cpu.packed import Packer
 
-MAX_TOKENS: Final = 64  # beyond, products take so long that calls hardly count
-MAX_DECODES: Final = 256  # the same where every sequence has one token: such batches come again
+MAX_TOKENS: Final = 64  # beyond, products take so long that calls do not count
 MAX_RECORDINGS: Final = 32
 ALIGNMENT: Final = 64
 LEAST_ROOM: Final = 16
@@ -120,7 +119,7 @@ class _Passes:
 class Replays:
     """Runs forward passes; those of few tokens are recorded at the first and replayed after.
 
-    max_tokens  the most tokens of a recorded pass that is not decode alone
+    max_tokens  the most tokens of a recorded pass
     """
 
     def __init__(self, kernels: Kernels, packer: Packer, max_tokens: int = MAX_TOKENS):
@@ -137,9 +136,7 @@ class Replays:
         a method of the same object, and write the cache in place.
         """
         tokens = batch.tokens.shape[0]
-        is_decode = batch.q_start.shape[0] == tokens + 1
-        most = MAX_DECODES if is_decode else self._max_tokens
-        if not 0 < tokens <= most or batch.tree_mask.numel():
+        if not 0 < tokens <= self._max_tokens or batch.tree_mask.numel():
             return forward(kv, batch)
         owner = getattr(forward, "__self__", forward)
         cache = tuple(leaf.data_ptr() for leaf in tree.leaves(kv))

@@ -59,8 +59,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Annotated[
         str | None,
         about(
-            "Quantise linear weights at load, on the CPU: int8, or int4, which costs small models "
-            "much quality (embedding and head stay at 8 bits).",
+            "Quantised linear weights, on the CPU: stored keeps those of a GGUF file in Q8_0, Q4_0 "
+            "or Q4_1, int8 makes them at load, and int4, which costs small models much quality "
+            "(embedding and head stay at 8 bits). Activations are rounded to 8 bits.",
             "model",
         ),
     ] = None

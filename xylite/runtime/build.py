@@ -40,6 +40,7 @@ MIN_QUEUE = 64
 # How the embedding and the head are packed where it is not as the other weights: in 4 bits these
 # two raised the demo model's perplexity by 5 % (bench.quality).
 VOCAB_FORMATS: Final[Mapping[str, str]] = {"int4": "int8"}
+STORED: Final = "stored"  # quantised weights of a file stay as they are
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _params(
         family,
         table,
         dtype,
-        keep_stored=config.dtype == "auto" and config.quantization is None,
+        keep_stored=config.quantization == STORED,
         pack_vocab=pack_vocab,
         max_len=max_len,
     )
@@ -244,11 +245,12 @@ def _place(checkpoint: Checkpoint) -> str:
 
 def _quantising(table: Ops, name: str | None) -> Ops:
     """The table with weights packed in the named format; ConfigError if it has no such one."""
-    if name is None:
+    if name is None or (name == STORED and table.stored_packers):
         return table
     packer = table.packers.get(name)
     if packer is None:
-        known = ", ".join(sorted(table.packers)) or "none"
+        stored = (STORED,) if table.stored_packers else ()
+        known = ", ".join(sorted((*table.packers, *stored))) or "none"
         raise ConfigError(
             f"quantization {name!r} is not there on {table.name} (there is: {known})",
             param="quantization",

@@ -45,7 +45,7 @@ from xylite.text_engine import TextLogprob
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
-    "auto": {},
+    "stored": {"quantization": "stored"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int8-shuffled": {"quantization": "int8"},

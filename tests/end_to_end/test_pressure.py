@@ -250,7 +250,7 @@ async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_be
         assert now["num_free_blocks"] == now["num_blocks"]
         assert set(now["finished"]) <= {"length", "abort"}
         assert sum(now["finished"].values()) == 2000
-    assert memory[-1] - memory[3] < 16 * 2**20, memory
+    assert memory[-1] - memory[3] < 128 * 2**20, memory
 
 
 async def test_engine_that_was_left_holds_no_weights_and_no_kv(tmp_path):

@@ -1,12 +1,14 @@
 """The real model under pressure: any chunking, small pools, full queues, clients that leave."""
 
 import asyncio
+import ctypes
 import gc
 import json
 import random
 import weakref
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 
@@ -211,13 +213,41 @@ async def test_metrics_add_up_to_what_clients_got(smollm2_dir):
         assert grown("vllm:num_requests_running") == grown("vllm:num_requests_waiting") == 0
 
 
+def memory_in_use():
+    """Bytes that are allocated; resident ones would count what the allocator keeps for later, which
+    depends on the order in which threads happen to free the logits of iterations, 12 MB and more."""
+    gc.collect()
+    if not hasattr(libc := ctypes.CDLL(None), "mallinfo2"):
+        return psutil.Process().memory_info().rss
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns, of all arenas together."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),  # hblkhd: bytes in mappings
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),  # uordblks: others in use
+        )
+    ]
+
+
 async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_behind(tmp_path):
     write_small_model(tmp_path)
     rng = random.Random(1)
     memory = []
     # A pool that the first rounds fill, since its memory is given as it is used.
     pool = {"kv_cache_memory_bytes": 64 * 2**20}
-    async with served(tmp_path, max_num_seqs=200, load_format="dummy", **pool) as client:
+    async with (
+        served(tmp_path, max_num_seqs=200, load_format="dummy", **pool) as client,
+        # aiohttp's test client keeps every response.
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+        url = client.http.make_url("/v1/completions")
 
         async def stream(i, patience):
             body = {
@@ -227,7 +257,7 @@ async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_be
                 "ignore_eos": True,
                 "seed": i,
             }
-            async with client.http.post("/v1/completions", json=body) as response:
+            async with session.post(url, json=body) as response:
                 assert response.status == 200
                 lines = 0
                 async for line in response.content:
@@ -245,12 +275,12 @@ async def test_two_hundred_streams_cut_at_random_ten_times_over_leave_nothing_be
             async with asyncio.timeout(30):
                 while (now := client.engine.snapshot())["num_running"] + now["num_waiting"]:
                     await asyncio.sleep(0.01)
-            gc.collect()
-            memory.append(psutil.Process().memory_info().rss)
+            memory.append(memory_in_use())
         assert now["num_free_blocks"] == now["num_blocks"]
         assert set(now["finished"]) <= {"length", "abort"}
         assert sum(now["finished"].values()) == 2000
-    assert memory[-1] - memory[3] < 128 * 2**20, memory
+    # The first rounds meet new sizes of passes, which are recorded.
+    assert memory[-1] - memory[2] < 4 * 2**20, memory
 
 
 async def test_engine_that_was_left_holds_no_weights_and_no_kv(tmp_path):

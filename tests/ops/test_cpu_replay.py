@@ -121,7 +121,7 @@ def test_recordings_go_with_their_model() -> None:
 
 
 def test_a_recording_keeps_no_more_memory_than_a_few_layers_need() -> None:
-    buffers = replay._Buffers()
+    buffers = replay._Buffers(7)
     for _ in range(100):
         x = buffers.empty((7, 33), torch.bfloat16)
         assert x.data_ptr() % replay.ALIGNMENT == 0

@@ -109,6 +109,7 @@ class Kernels:
                 packed = pack(*args)
                 if self._recording is not None:
                     self._recording.calls.append((entry, packed))
+                    return
                 if code := function(pool, packed):
                     _fail(name, code)
 
@@ -125,7 +126,8 @@ class Kernels:
 
     @contextmanager
     def recorded(self, recording: "Recording") -> Iterator[None]:
-        """Keep the calls that are made meanwhile; Foreign if one cannot be recorded."""
+        """Keep the calls that are made meanwhile, instead of making them; Foreign if one cannot be
+        recorded."""
         self._recording = recording
         try:
             yield
@@ -149,6 +151,7 @@ class Recording:
     def __init__(self, kernels: Kernels):
         self.calls: list[tuple[int, bytes]] = []
         self._kernels = kernels
+        self._count = 0
         self._arguments: Any = None
         self._table: Any = None
 
@@ -161,10 +164,12 @@ class Recording:
             table += (entry, at)
             at += len(args)
         self._table = (I64 * len(table))(*table)
+        self._count = len(self.calls)
+        self.calls.clear()
 
     def replay(self) -> None:
         """Make the calls again."""
-        self._kernels.replay(len(self.calls), self._table)
+        self._kernels.replay(self._count, self._table)
 
 
 def _fail(name: str, code: int) -> None:

@@ -2,10 +2,11 @@
 
 A layer makes eight calls; of a pass over one token, Python would take a third, and give up its
 lock to the event loop between any two of them. So the calls are recorded, with all their arguments,
-and made again in one. A recording depends on the number of tokens; every other number that changes
+and made in one. A recording depends on the number of tokens; every other number that changes
 is read from arrays, which have room for any batch of as many tokens and are filled anew.
 """
 
+import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from xylite import tree
 from xylite.kernels_cpu.library import Foreign, Kernels, Recording
 from xylite.kernels_cpu.packed import Packer
 
-MAX_TOKENS: Final = 64  # beyond, products take so long that calls do not count
-MAX_RECORDINGS: Final = 32
+MAX_TOKENS: Final = 64  # beyond, products take so long that calls hardly count
+# Where every sequence has one token, batches of the same size come again and again, and the event
+# loop has most to do meanwhile.
+MAX_DECODES: Final = 256
 ALIGNMENT: Final = 64
-LEAST_ROOM: Final = 16
+LEAST_ROOM: Final = 128  # blocks of a sequence, tasks, merges
 
 Forward = Callable[[Any, Any], tuple[Tensor, Any]]
 
@@ -33,21 +36,33 @@ _log = logging.getLogger(__name__)
 
 
 class _Buffers:
-    """Memory of one recording's activations. What nobody holds any more is given out again, as in
-    the pass itself, so that all layers work in the same few buffers."""
+    """Memory of activations. What nobody holds any more is given out again, as in the pass itself,
+    so that all layers work in the same few buffers; each has room for `max_tokens`, so that all
+    recordings do.
 
-    def __init__(self) -> None:
+    tokens  of the pass that is being recorded; sizes are multiples of it
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.tokens = max_tokens
+        self._max_tokens = max_tokens
         self._free: dict[int, list[np.ndarray]] = {}
         self._all: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor; its memory is kept and reused."""
         size = int(np.prod(shape)) * dtype.itemsize
-        free = self._free.setdefault(size, [])
-        buffer = free.pop() if free else self._new(size)
-        lent = buffer[:]  # lives as long as a tensor looks at it
+        unit = -(-size // self.tokens)
+        free = self._free.setdefault(unit, [])
+        buffer = free.pop() if free else self._new(unit * self._max_tokens)
+        lent = buffer[:size]  # lives as long as a tensor looks at it
         weakref.finalize(lent, free.append, buffer)
         return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def alias(self, x: Tensor) -> Tensor:
+        """The same elements; their memory may be given out again when x has gone."""
+        place = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+        return torch.frombuffer(place, dtype=x.dtype).view(x.shape)
 
     def _new(self, size: int) -> np.ndarray:
         whole = np.empty(size + ALIGNMENT, np.uint8)
@@ -108,24 +123,25 @@ class _Replayed:
 
 @dataclass(slots=True, eq=False)
 class _Passes:
-    """What is known of one owner's passes: its cache, and the recordings by number of tokens, the
-    one used last at the end."""
+    """What is known of one owner's passes: its cache, and the recordings by number of tokens."""
 
     cache: tuple[int, ...]
     recorded: dict[int, _Replayed]
-    foreign: str | None = None
+    foreign: bool = False
 
 
 class Replays:
-    """Runs forward passes; those of few tokens are recorded at the first and replayed after.
+    """Runs forward passes; those of few tokens are recorded when their number comes up, and
+    replayed.
 
-    max_tokens  the most tokens of a recorded pass
+    max_tokens  the most tokens of a recorded pass that is not decode alone
     """
 
     def __init__(self, kernels: Kernels, packer: Packer, max_tokens: int = MAX_TOKENS):
         self._kernels = kernels
         self._packer = packer
         self._max_tokens = max_tokens
+        self._buffers = _Buffers(max(max_tokens, MAX_DECODES))
         # By the object whose method the pass is: addresses in a recording are those of its weights.
         self._passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
 
@@ -136,50 +152,50 @@ class Replays:
         a method of the same object, and write the cache in place.
         """
         tokens = batch.tokens.shape[0]
-        if not 0 < tokens <= self._max_tokens or batch.tree_mask.numel():
+        is_decode = batch.q_start.shape[0] == tokens + 1
+        most = MAX_DECODES if is_decode else self._max_tokens
+        if not 0 < tokens <= most or batch.tree_mask.numel():
             return forward(kv, batch)
         owner = getattr(forward, "__self__", forward)
         cache = tuple(leaf.data_ptr() for leaf in tree.leaves(kv))
         passes = self._passes.get(owner)
         if passes is None or passes.cache != cache:
             passes = self._passes[owner] = _Passes(cache, {})
-        if passes.foreign is not None:
+        if passes.foreign:
             return forward(kv, batch)
-        found = passes.recorded.pop(tokens, None)
-        if found is not None and found.fill(tree.leaves(batch)):
-            passes.recorded[tokens] = found
-            found.calls.replay()
-            return found.hidden, kv
-        return self._record(passes, forward, kv, batch), kv
+        leaves = tree.leaves(batch)
+        found = passes.recorded.get(tokens)
+        if found is None or not found.fill(leaves):
+            try:
+                found = passes.recorded[tokens] = self._record(forward, kv, batch)
+            except Foreign as e:
+                _log.info("forward passes are not replayed: %s is none of the kernels", e)
+                passes.foreign = True
+                passes.recorded.clear()
+                return forward(kv, batch)
+            fits = found.fill(leaves)
+            assert fits
+        found.calls.replay()
+        return found.hidden, kv
 
-    def _record(self, passes: _Passes, forward: Forward, kv: Any, batch: Any) -> Tensor:
-        """The pass over arrays with room for any batch of as many tokens."""
+    def _record(self, forward: Forward, kv: Any, batch: Any) -> _Replayed:
+        """The pass over arrays with room for any batch of as many tokens; nothing is computed."""
         tokens = batch.tokens.shape[0]
         named = list(tree.named_leaves(batch))
         arrays = [np.zeros(_room(name, x.shape, tokens), x.numpy().dtype) for name, x in named]
         held = iter(arrays)
         inside = tree.map(lambda _: torch.from_numpy(next(held)), batch)
-        watch, buffers = _Watch(), _Buffers()
-        made = _Replayed(arrays, Recording(self._kernels), torch.empty(0), (inside, buffers, watch))
-        assert made.fill([x for _, x in named])
-        try:
-            with self._in(buffers), self._kernels.recorded(made.calls), watch:
-                made.hidden, _ = forward(kv, inside)
-        except Foreign as e:
-            # What was written so far is written again, the same.
-            _log.info("forward passes are not replayed: %s is none of the kernels", e)
-            passes.foreign = str(e)
-            passes.recorded.clear()
-            return forward(kv, batch)[0]
-        passes.recorded[tokens] = made
-        if len(passes.recorded) > MAX_RECORDINGS:
-            del passes.recorded[next(iter(passes.recorded))]
-        return made.hidden
+        watch, self._buffers.tokens = _Watch(), tokens
+        made = _Replayed(arrays, Recording(self._kernels), torch.empty(0), (inside, watch.made))
+        with self._in_buffers(), self._kernels.recorded(made.calls), watch:
+            hidden, _ = forward(kv, inside)
+        made.hidden = self._buffers.alias(hidden)
+        return made
 
     @contextmanager
-    def _in(self, buffers: _Buffers) -> Iterator[None]:
-        """Let the kernels' results lie in these buffers."""
-        before = self._packer.empty
+    def _in_buffers(self) -> Iterator[None]:
+        """Let the kernels' results lie in memory that stays."""
+        before, buffers = self._packer.empty, self._buffers
         self._packer.empty = {
             dtype: lambda shape, dtype=dtype: buffers.empty(tuple(shape), dtype) for dtype in before
         }

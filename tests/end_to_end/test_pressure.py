@@ -215,7 +215,7 @@ async def test_metrics_add_up_to_what_clients_got(smollm2_dir):
 
 def memory_in_use():
     """Bytes that are allocated; resident ones would count what the allocator keeps for later, which
-    depends on the order in which threads happen to free the logits of iterations, 12 MB and more."""
+    depends on the order in which threads happen to free the logits of iterations, 12 MB or more."""
     gc.collect()
     if not hasattr(libc := ctypes.CDLL(None), "mallinfo2"):
         return psutil.Process().memory_info().rss

@@ -37,6 +37,20 @@ async def test_every_name_is_listed_and_can_be_retrieved(connect: Connect) -> No
         assert error["type"] == "not_found_error"
 
 
+async def test_an_answer_names_the_model_and_an_unknown_one_is_404(connect: Connect) -> None:
+    client = await connect(FakeEngine(names=("org/main", "alias")))
+    for asked, shown in [("org/main", "org/main"), ("alias", "alias"), ("", "org/main")]:
+        answer = await (await client.post(TEXT, json={"prompt": "x", "model": asked})).json()
+        assert answer["model"] == shown
+    answer = await (await client.post(TEXT, json={"prompt": "x"})).json()
+    assert answer["model"] == "org/main"
+    bodies = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, "/tokenize": {"prompt": "x"}}
+    for path, body in bodies.items():
+        response = await client.post(path, json={**body, "model": "main"})
+        error = await error_of(response, 404, "model_not_found")
+        assert (error["type"], error["param"]) == ("not_found_error", "model")
+
+
 @pytest.mark.parametrize(
     "path",
     ["/", "/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake"],
@@ -127,7 +141,8 @@ async def test_tokenize_wants_one_of_prompt_and_messages(
     connect: Connect, body: dict[str, Any]
 ) -> None:
     client = await connect()
-    await error_of(await client.post("/tokenize", json=body), 400)
+    error = await error_of(await client.post("/tokenize", json=body), 400)
+    assert "prompt" in error["message"] or "messages" in error["message"]
 
 
 async def test_detokenize(connect: Connect) -> None:

@@ -138,6 +138,7 @@ async def test_client_that_closes_its_stream_stops_the_work(
     await stream.close()
     async with asyncio.timeout(5):
         await engine.until(lambda: engine.num_running == 0)
+    assert engine.finished == {"abort": 1}
 
 
 async def test_sync_client(connect: Connect) -> None:

@@ -93,6 +93,8 @@ async def test_client_that_leaves_is_noticed_without_handler_cancellation() -> N
     await engine.until(lambda: engine.num_running == 1)
     writer.close()
     await is_idle(engine)
+    assert engine.calls[0].is_closed
+    assert engine.finished == {"abort": 1}
     await runner.cleanup()
     del reader
 
@@ -157,13 +159,17 @@ async def test_failure_before_the_first_byte_is_a_status(connect: Connect) -> No
     client = await connect(
         FakeEngine(lambda call: [TextEvent(index=0, finish_reason="error", error=engine_fault())])
     )
-    await error_of(await client.post(TEXT, json={"prompt": "x", "stream": True}), 500, "nonfinite")
+    response = await client.post(TEXT, json={"prompt": "x", "stream": True})
+    error = await error_of(response, 500, "nonfinite")
+    assert error["message"] == "the numbers of this request were not finite"
 
 
 async def test_an_engine_that_cancels_a_stream_is_an_error(connect: Connect) -> None:
     client = await connect(FakeEngine(lambda call: [asyncio.CancelledError()]))
-    await error_of(await client.post(TEXT, json={"prompt": "x"}), 500, "aborted")
-    await error_of(await client.post(TEXT, json={"prompt": "x", "stream": True}), 500, "aborted")
+    for stream in (False, True):
+        response = await client.post(TEXT, json={"prompt": "x", "stream": stream})
+        error = await error_of(response, 500, "aborted")
+        assert error["type"] == "server_error"
 
 
 async def test_one_failed_prompt_stops_the_others(connect: Connect) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 import xylite
+from xylite import console
 from xylite.command_line import Parsed, parse
 from xylite.config import (
     DEMO_MODEL,
@@ -132,6 +133,8 @@ TUNE: Final = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; usage errors are one line on stderr."""
+    if argv is None:
+        console.settle_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     commands: Mapping[str, Callable[[Sequence[str]], int]] = {
         "serve": serve,
@@ -142,32 +145,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words.pop(0) if words else "--help"
     if name == "bench" and words and not words[0].startswith("-"):
         name = f"bench {words.pop(0)}"
-    if name in ("--version", "-V"):
-        print(f"xylite {xylite.__version__}")
-        return 0
-    if name in ("--help", "-h", "help", "bench"):
-        print(USAGE, end="")
-        return 0
-    if name not in commands:
+    texts = dict.fromkeys(("--version", "-V"), f"xylite {xylite.__version__}\n")
+    texts |= dict.fromkeys(("--help", "-h", "help", "bench"), USAGE)
+    if name not in commands and name not in texts:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
         return _fail("xylite", f"no command {name!r}; {hint}", 2)
     try:
+        if name in texts:
+            console.say(texts[name])
+            return 0
         return commands[name](words)
     except ConfigError as e:
         return _fail(f"xylite {name}", e.message, 2)
     except XyliteError as e:
         return _fail(f"xylite {name}", e.message, 1)
     except BrokenPipeError:
-        # Whoever read our output has gone; without this, Python complains once more at exit.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 1
+        return 1  # whoever read our output has what they wanted
     except KeyboardInterrupt:
         return 130
 
 
 def _fail(program: str, message: str, code: int) -> int:
-    print(f"{program}: error: {message}", file=sys.stderr)
+    console.complain(f"{program}: error: {message}")
     return code
 
 
@@ -176,9 +176,9 @@ def _parsed(command: Command, words: Sequence[str]) -> Parsed | None:
     parsed = parse(command, words, environment())
     if parsed.help is None:
         for warning in parsed.warnings:
-            print(f"xylite {command.name}: warning: {warning}", file=sys.stderr)
+            console.complain(f"xylite {command.name}: warning: {warning}")
         return parsed
-    print(parsed.help, end="")
+    console.say(parsed.help)
     return None
 
 
@@ -343,9 +343,7 @@ def complete(words: Sequence[str]) -> int:
         return 0
     config, engine_config = parsed.structs
     if config.prompt is None:
-        if sys.stdin.isatty():
-            raise ConfigError("a prompt is needed: xylite complete MODEL TEXT, or -p TEXT")
-        config = msgspec.structs.replace(config, prompt=sys.stdin.read())
+        config = msgspec.structs.replace(config, prompt=console.standard_input())
     _set_up_logging("warning")
     return _run(_complete(engine_config, config))
 
@@ -371,11 +369,10 @@ async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
         if config.chat:
             prompt = await engine.render([{"role": "user", "content": config.prompt}])
         async for event in engine.generate(prompt, params):
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
+            console.say(event.text)
             if event.error is not None:
                 raise event.error
-    sys.stdout.write("\n")
+    console.say("\n")
     return 0
 
 
@@ -393,8 +390,8 @@ def tune(words: Sequence[str]) -> int:
     _set_up_logging("warning")
     path, results = tuning.tune(EngineConfig(**msgspec.structs.asdict(config)))
     for line in tuning.lines(results):
-        print(line, flush=True)
-    print(f"Written to {path}, which the next start on this device reads.")
+        console.say(line + "\n")
+    console.say(f"Written to {path}, which the next start on this device reads.\n")
     return 0
 
 

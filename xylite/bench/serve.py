@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 from tqdm import tqdm
 
+from xylite import console
 from xylite.bench import drafts
 from xylite.bench.client import ENDPOINTS, Outcome, Target, send
 from xylite.bench.data import (
@@ -181,12 +182,13 @@ async def run(config: BenchConfig) -> int:
         goodput=limits,
     )
     result |= drafts.figures(before, after)
-    print(table(result, metrics=config.percentile_metrics, percentiles=config.metric_percentiles))
+    text = table(result, metrics=config.percentile_metrics, percentiles=config.metric_percentiles)
     failures = errors(outcomes)
     if failures:
-        print(failures, file=sys.stderr)
+        console.complain(failures)
     if config.save_result or config.save_detailed or config.result_filename:
         _save(config, result, outcomes)
+    console.say(text + "\n")
     return 0 if result["completed"] else 1
 
 
@@ -267,7 +269,7 @@ async def _first_model(
         if time.monotonic() >= deadline:
             raise EngineError(f"no answer from {base}/v1/models in {timeout_s:g} s: {problem}")
         if not told:
-            print(f"waiting up to {timeout_s:g} s for {base}: {problem}", file=sys.stderr)
+            console.complain(f"waiting up to {timeout_s:g} s for {base}: {problem}")
             told = True
         await asyncio.sleep(0.5)
 
@@ -344,4 +346,4 @@ def _save(config: BenchConfig, result: dict[str, Any], outcomes: Sequence[Outcom
         path.write_text(json.dumps(result) + "\n")
     except OSError as e:
         raise EngineError(f"cannot write {path}: {e.strerror}") from None
-    print(f"result written to {path}", file=sys.stderr)
+    console.complain(f"result written to {path}")

@@ -54,7 +54,7 @@ def compile_case(case: Case, generation: str) -> Program:
     )
 
 
-def check(program: Program, vector_cores: int = 2) -> None:
+def assert_fits(program: Program, vector_cores: int = 2) -> None:
     assert program.ok, program
     assert not program.retries, program  # a retry gives up code motion or double buffers
     for space, used in program.memory.items():
@@ -72,14 +72,14 @@ def ids(value: object) -> str:
     "generation, case", [(g, c) for g in ("1.1.0", "1.2.0") for c in entries(g)], ids=ids
 )
 def test_attention_fits_the_chip_and_uses_both_vector_cores(generation, case):
-    check(compile_case(case, generation))
+    assert_fits(compile_case(case, generation))
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_attention_fits_the_chip_with_the_oldest_compiler_on_one_vector_core(head_size):
     shape = shape_of(head_size, "both")
     tiles = tiles_of("910b-1.0.0", shape)
-    check(compile_case(tasks_case(shape, tiles, tiles.tile_q[-1]), "1.0.0"), vector_cores=1)
+    assert_fits(compile_case(tasks_case(shape, tiles, tiles.tile_q[-1]), "1.0.0"), vector_cores=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +88,7 @@ def test_int8_kv_fits_the_chip_with_the_oldest_compiler(head_size, kind):
     shape = shape_of(head_size, kind)
     tiles = tiles_of("910b-1.0.0", shape, int8=True)
     case = tasks_case(shape, tiles, tiles.tile_q[-1], int8=True)
-    check(compile_case(case, "1.0.0"), vector_cores=1)
+    assert_fits(compile_case(case, "1.0.0"), vector_cores=1)
 
 
 def test_int8_kv_of_the_largest_heads_is_refused_with_the_oldest_compiler():
@@ -100,13 +100,13 @@ def test_int8_kv_of_the_largest_heads_is_refused_with_the_oldest_compiler():
 @pytest.mark.parametrize("head_size", [80, 256])
 def test_merging_parts_fits_the_chip(head_size, generation):
     case = merge_case(shape_of(head_size, "plain"), options={"multibuffer": True})
-    check(compile_case(case, generation), vector_cores=0)
+    assert_fits(compile_case(case, generation), vector_cores=0)
 
 
 @pytest.mark.parametrize("group", [1, 7, 8])
 def test_the_bias_of_draft_trees_fits_the_chip(group):
     shape = Shape(8, group, 128, 128)
-    check(compile_case(tree_case(shape, 256, options={}), "1.2.0"), vector_cores=0)
+    assert_fits(compile_case(tree_case(shape, 256, options={}), "1.2.0"), vector_cores=0)
 
 
 def test_a_tile_larger_than_the_vector_memory_is_refused():

@@ -15,7 +15,8 @@ import torch
 
 from xylite.kernels_triton import smooth_gemm, tiles
 from xylite.kernels_triton.device import Services
-from xylite.ops import Ops, cuda, npu
+from xylite.ops import Ops
+from xylite.ops.parts.triton_table import assemble
 
 assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
     "kernels were imported before the interpreter was chosen"
@@ -49,4 +50,4 @@ def stand_in(
         buckets=(4, 24),
         tuned=tuned,
     )
-    return cuda.assemble(services) if kind == "cuda" else npu.assemble(services)
+    return assemble(kind, services)

@@ -17,7 +17,8 @@ from xylite.kernels_triton.device import Services
 from xylite.kernels_triton.tiles import FLOAT, HALF, INTERPRETER, TileTable, for_chip
 from xylite.kernels_triton.tuner import Choice, TileTuner
 from xylite.kernels_triton.weights import pack, quantise_int4, quantise_int8
-from xylite.ops import Ops, Product, cuda, npu
+from xylite.ops import Product
+from xylite.ops.parts.triton_table import assemble
 
 BUCKET = (17, 64)
 CPU = torch.device("cpu")
@@ -185,7 +186,7 @@ def services(file: tuned.TunedFile, **changes) -> Services:
 
 def test_a_table_without_a_file_has_no_tuner(file):
     assert stand_in.stand_in("cuda").tuner is None
-    assert cuda.assemble(services(file)).tuner is not None
+    assert assemble("cuda", services(file)).tuner is not None
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
@@ -219,15 +220,14 @@ def test_the_command_tunes_the_device_and_the_next_start_uses_it(
     measure = tune.measure
     monkeypatch.setattr(tune, "measure", lambda *a: measure(*a[:3], 0.0, clock=lambda: now[0]))
     monkeypatch.setattr(cli, "environment", dict)
-    assemble = {"cuda": cuda, "npu": npu}[kind].assemble
-    monkeypatch.setattr(ops, "load", lambda device: assemble(services(file, seconds=seconds)))
+    monkeypatch.setattr(ops, "load", lambda device: assemble(kind, services(file, seconds=seconds)))
     assert cli.main(["tune", str(model), "--device", kind]) == 0
     out = capsys.readouterr().out
     assert out.count("300 %  16x64x64 b4") == 5, out
     assert "5 of 5 choices are faster" in out and str(file.path) in out
     rows = file.rows()
     assert len(rows) == 5 and all(dict(r.sizes) == quick and r.max_rows == 16 for r in rows)
-    next_start: Ops = assemble(services(file))
+    next_start = assemble(kind, services(file))
     used.clear()
     w = next_start.pack_linear(random(128, 64))
     want = random(4, 64) @ random(128, 64).T

@@ -1,6 +1,5 @@
 """NVIDIA GPUs from compute capability 8.0: the Triton kernels."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -9,8 +8,9 @@ import torch
 
 from xylite.errors import ConfigError
 from xylite.kernels_triton import tuned
-from xylite.kernels_triton.device import Services, clash, device_fields, functions, version
-from xylite.ops import Device, Ops, reference
+from xylite.kernels_triton.device import Services, clash, version
+from xylite.ops import Ops
+from xylite.ops.parts.triton_table import assemble, seconds_by_events
 
 TRITON: Final = (3, 6)
 OLDEST: Final = (8, 0)
@@ -69,6 +69,7 @@ def table(index: int) -> Ops:
     chip = chip_of((properties.major, properties.minor))
     tuned_file = tuned.file_of(chip, properties.name, f"triton {version('triton')}")
     return assemble(
+        "cuda",
         Services(
             device=device,
             chip=chip,
@@ -80,19 +81,9 @@ def table(index: int) -> Ops:
             capture=partial(_capture, device, torch.cuda.graph_pool_handle()),
             tuned=tuned_file.rows(),
             tuned_file=tuned_file,
-            seconds=_seconds,
-        )
+            seconds=partial(seconds_by_events, torch.cuda.Event),
+        ),
     )
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    """Time of a run by the device's own events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
 
 
 def _capture(device: torch.device, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
@@ -109,14 +100,3 @@ def _capture(device: torch.device, pool: Any, run: Callable[[], None]) -> Callab
     with torch.cuda.graph(graph, pool=pool):
         run()
     return graph.replay
-
-
-def assemble(services: Services, invariant: bool = False) -> Ops:
-    """The table for kernels on a device with these services; invariant as `ops.Ops` has it."""
-    return dataclasses.replace(
-        reference.TABLE,
-        name="cuda",
-        device=Device(kind="cuda", **device_fields(services)),
-        invariant=None if invariant else partial(assemble, services, invariant=True),
-        **functions(services, invariant),
-    )

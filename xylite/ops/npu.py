@@ -1,6 +1,5 @@
 """Ascend 910B and A3 NPUs: the Triton kernels. The only module that imports torch_npu."""
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +9,9 @@ import torch
 
 from xylite.errors import ConfigError
 from xylite.kernels_triton import tuned
-from xylite.kernels_triton.device import Services, clash, device_fields, functions, version
-from xylite.ops import Device, Ops, reference
+from xylite.kernels_triton.device import Services, clash, version
+from xylite.ops import Ops
+from xylite.ops.parts.triton_table import assemble, seconds_by_events
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ def table(index: int) -> Ops:
     chip, name = f"910b-{row.generation}", torch_npu.npu.get_device_name(index)
     tuned_file = tuned.file_of(chip, name, f"CANN {row.cann}")
     return assemble(
+        "npu",
         Services(
             device=torch.device("npu", index),
             chip=chip,
@@ -135,19 +136,9 @@ def table(index: int) -> Ops:
             capture=partial(_capture, torch_npu, torch_npu.npu.graph_pool_handle()),
             tuned=tuned_file.rows(),
             tuned_file=tuned_file,
-            seconds=partial(_seconds, torch_npu),
-        )
+            seconds=partial(seconds_by_events, torch_npu.npu.Event),
+        ),
     )
-
-
-def _seconds(torch_npu: Any, run: Callable[[], None]) -> float:
-    """Time of a run by the device's own events."""
-    start, end = (torch_npu.npu.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
 
 
 def _capture(torch_npu: Any, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
@@ -164,14 +155,3 @@ def _capture(torch_npu: Any, pool: Any, run: Callable[[], None]) -> Callable[[],
     with torch_npu.npu.graph(graph, pool=pool):
         run()
     return graph.replay
-
-
-def assemble(services: Services, invariant: bool = False) -> Ops:
-    """The table for kernels on a device with these services; invariant as `ops.Ops` has it."""
-    return dataclasses.replace(
-        reference.TABLE,
-        name="npu",
-        device=Device(kind="npu", **device_fields(services)),
-        invariant=None if invariant else partial(assemble, services, invariant=True),
-        **functions(services, invariant),
-    )

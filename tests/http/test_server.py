@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from aiohttp import ClientConnectionError, ClientSession, UnixConnector
 
 from tests.http.fake_engine import Call, FakeEngine, Item, said
@@ -22,6 +23,7 @@ from tests.http.wire import TEXT, error_of, events_of
 from xylite.config import ServerConfig
 from xylite.errors import ConfigError, XyliteError
 from xylite.http import serve
+from xylite.http.listen import Listener
 
 
 @asynccontextmanager
@@ -175,6 +177,40 @@ async def test_unix_socket_of_a_running_server_is_not_taken_from_it(tmp_path: Pa
                 pass
         async with ClientSession(connector=UnixConnector(path)) as client:
             assert (await client.get("http://anything/health")).status == 200
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("kind", ["port", "uds"])
+def test_address_of_a_server_that_is_still_loading_is_not_taken(
+    kind: str, loop: str, tmp_path: Path, unused_tcp_port: int
+) -> None:
+    where = {"port": unused_tcp_port} if kind == "port" else {"uds": str(tmp_path / "s")}
+
+    async def two() -> None:
+        loading = Listener(ServerConfig(**where))  # pyright: ignore
+        await loading.bind()
+        with pytest.raises(XyliteError, match="cannot listen on .*: Address already in use"):
+            await Listener(ServerConfig(**where)).bind()  # pyright: ignore
+        loading.close()
+        next_one = Listener(ServerConfig(**where))  # pyright: ignore
+        await next_one.bind()
+        next_one.close()
+
+    (asyncio.run if loop == "asyncio" else uvloop.run)(two())
+    assert not list(tmp_path.iterdir())
+
+
+async def test_port_is_free_again_at_once_although_a_connection_was_cut(
+    unused_tcp_port: int,
+) -> None:
+    for _ in range(2):
+        async with (
+            serving(FakeEngine(), port=unused_tcp_port) as (url, _),
+            ClientSession() as client,
+        ):
+            # The server closes first, so the remains of the connection stay with it.
+            answer = await client.get(f"{url}/health", headers={"Connection": "close"})
+            assert answer.status == 200
 
 
 async def test_address_in_use_is_a_clear_error() -> None:

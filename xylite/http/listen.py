@@ -1,10 +1,12 @@
 """The address a server listens on, and what becomes of bytes that are no HTTP request."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import secrets
+import socket
 import ssl
 from typing import Any
 
@@ -31,8 +33,9 @@ class Listener:
         self.url = ""
         self._config = config
         self._manager: web.Server | None = None
-        self._server: asyncio.AbstractServer | None = None
+        self._server: asyncio.Server | None = None
         self._socket_file: tuple[int, int] | None = None
+        self._lock: int | None = None
 
     async def bind(self) -> None:
         """Take the address. XyliteError if it is in use, ConfigError if it cannot be one."""
@@ -40,7 +43,9 @@ class Listener:
         tls = _tls(config)
         try:
             if config.uds is not None:
-                # The loop would replace the socket of a server that runs as it does a dead one's.
+                # The loop would replace the socket of a server that runs, or loads its model, as it
+                # does a dead one's.
+                self._lock = _locked(config.uds)
                 await _refuse_if_alive(config.uds)
                 self._server = await loop.create_unix_server(
                     self._connection, config.uds, ssl=tls, start_serving=False
@@ -52,10 +57,13 @@ class Listener:
                 self._connection, config.host, config.port, ssl=tls, start_serving=False
             )
         except OSError as e:
+            self._unlock()
             where = config.uds or f"{config.host}:{config.port}"
             kind = XyliteError if e.errno == errno.EADDRINUSE else ConfigError
             raise kind(f"cannot listen on {where}: {_reason(e)}") from None
         self._server = server
+        # Linux lets two sockets have one port while neither listens, unless one of them minds.
+        _let_reuse(server, False)
         port = server.sockets[0].getsockname()[1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"{'http' if tls is None else 'https'}://{host}:{port}"
@@ -64,6 +72,9 @@ class Listener:
         """Accept connections for `manager`; XyliteError if another process came first."""
         assert self._server is not None
         self._manager = manager
+        if self._config.uds is None:
+            # Connections inherit it, and their remains must not keep the next server from starting.
+            _let_reuse(self._server, True)
         try:
             await self._server.start_serving()
         except OSError as e:
@@ -76,6 +87,15 @@ class Listener:
         path, self._socket_file, made = self._config.uds, None, self._socket_file
         if path is not None and made is not None and made == _identity(path):
             os.unlink(path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            assert self._config.uds is not None
+            with contextlib.suppress(OSError):
+                os.unlink(_lock_file(self._config.uds))
+            os.close(self._lock)
+            self._lock = None
 
     def _connection(self) -> "Connection":
         assert self._manager is not None
@@ -132,6 +152,35 @@ class Connection(web.RequestHandler):
 
 def _protocol_log() -> logging.Logger:
     return logging.getLogger("xylite.http.protocol")
+
+
+def _let_reuse(server: asyncio.Server, yes: bool) -> None:
+    """Whether other sockets may be bound to the server's addresses while it does not listen."""
+    for bound in server.sockets:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, yes)
+
+
+def _lock_file(path: str) -> str:
+    return f"{path}.lock"
+
+
+def _locked(path: str) -> int:
+    """A file descriptor that holds the lock of a Unix socket; OSError if another process does."""
+    import fcntl  # as little known on Windows as these sockets
+
+    name = _lock_file(path)
+    while True:
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(lock)
+            code = errno.EADDRINUSE if isinstance(e, BlockingIOError) else e.errno
+            raise OSError(code, os.strerror(code or errno.ENOLCK)) from None
+        found = os.fstat(lock)
+        if _identity(name) == (found.st_dev, found.st_ino):
+            return lock
+        os.close(lock)  # the holder before us has removed it in the meantime
 
 
 async def _refuse_if_alive(path: str) -> None:

@@ -1,6 +1,7 @@
 """LLM: a model for scripts, with blocking calls."""
 
 import asyncio
+import numbers
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from xylite.config import EngineConfig
 from xylite.errors import EngineError
-from xylite.runtime.request import FinishReason, SamplingParams
+from xylite.runtime.request import FinishReason, SamplingParams, check_list, check_params
 from xylite.text_engine import TextEngine, TextEvent, TextLogprob
 
 
@@ -56,6 +57,9 @@ class LLM:
             raise
 
     def _run(self, work: Any) -> Any:
+        if not self._finalizer.alive:
+            work.close()
+            raise EngineError("this model was closed", code="closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -68,8 +72,13 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[list[Completion]]:
-        """The answers to each prompt, params.n of them. Prompts are texts or token ids."""
-        return self._run(self._generate_all(_as_prompts(prompts), params or SamplingParams()))
+        """The answers to each prompt, params.n of them. Prompts are texts or token ids.
+
+        RequestError if an argument is wrong, by its name; no prompt is begun then.
+        """
+        params = SamplingParams() if params is None else params
+        check_params(params, self._engine.limits)
+        return self._run(self._generate_all(_as_prompts(prompts), params))
 
     def chat(
         self,
@@ -78,10 +87,12 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[Completion]:
         """The model's next turn in a conversation, params.n times."""
+        params = SamplingParams() if params is None else params
+        check_params(params, self._engine.limits)
 
         async def answer() -> list[Completion]:
             ids = await self._engine.render(messages, template_kwargs=template_kwargs)
-            return await self._complete(ids, params or SamplingParams())
+            return await self._complete(ids, params)
 
         return self._run(answer())
 
@@ -155,8 +166,15 @@ async def _stopped(engine: TextEngine) -> None:
 
 
 def _as_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """One prompt or many as many; RequestError for what can be neither text nor token ids."""
+    if isinstance(prompts, str):
         return [prompts]
+    check_list("prompts", prompts, "texts or token ids, or a text")
+    if prompts and isinstance(prompts[0], numbers.Integral):
+        return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            check_list(f"prompts[{i}]", prompt, "token ids, or a text")
     return prompts
 
 

@@ -20,7 +20,9 @@ from xylite.runtime.request import (
     Limits,
     SamplingParams,
     check_params,
+    check_token_ids,
     make_request,
+    short,
 )
 from xylite.runtime.stats import Observer
 from xylite.runtime.turnstile import Turnstile
@@ -181,6 +183,8 @@ class TextEngine:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; control tokens in it are recognised, as tokenizers do."""
         self._running()
+        if not isinstance(text, str):
+            raise RequestError(f"text must be a string, got {short(text)}", param="text")
         self._check_length(text)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
@@ -202,10 +206,12 @@ class TextEngine:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; RequestError if one is outside the vocabulary."""
+        check_token_ids("tokens", ids, self.tokenizer.vocab_size)
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, as log-probabilities show it."""
+        check_token_ids("token_id", (token_id,), self.tokenizer.vocab_size)
         return self.tokenizer.token_text(token_id)
 
     async def render(
@@ -249,10 +255,10 @@ class TextEngine:
     ) -> TextStream:
         """Check and queue a request. RequestError (4xx) and Overloaded (503) are raised here."""
         engine = self._running()
+        check_params(params, self.limits)
         if isinstance(params.stop, str):
             params = replace(params, stop=(params.stop,))
         check_stops(params.stop)
-        check_params(params, self.limits)
         engine.require_room(params.n)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
@@ -280,7 +286,8 @@ class TextEngine:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **kwargs: Any
     ) -> AsyncIterator[TextEvent]:
         """`submit` and iterate; leaving the loop early stops the work."""
-        stream = await self.submit(prompt, params or SamplingParams(), **kwargs)
+        params = SamplingParams() if params is None else params
+        stream = await self.submit(prompt, params, **kwargs)
         try:
             async for event in stream:
                 yield event

@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from xylite import LLM, SamplingParams
+from xylite.errors import EngineError, RequestError
 
 pytestmark = pytest.mark.model
 
@@ -49,3 +50,54 @@ def test_a_model_may_be_closed_twice_and_a_failed_start_leaves_no_thread(tmp_pat
     with pytest.raises(Exception, match="config.json"):
         LLM(str(tmp_path))
     assert not own_threads()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", num_blocks=16, kv_cache_memory_bytes=None) as llm:
+        yield llm
+        assert llm.generate("1, 2, 3,", GREEDY)[0][0].text == " 4", "it lives"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (None, "prompts must be a list of texts or token ids, or a text, got None"),
+        (5, "prompts must be a list of texts or token ids, or a text, got 5"),
+        (b"abc", "prompts must be .*, got b'abc'"),
+        ({"prompt": "a"}, "prompts must be .*, got {'prompt': 'a'}"),
+        ([1, "a"], "prompt must hold token ids, got 'a'"),
+        (["a", 1], r"prompts\[1\] must be a list of token ids, or a text, got 1"),
+        (["a", None], r"prompts\[1\] must be .*, got None"),
+        ([[1], ["a"]], "prompt must hold token ids, got 'a'"),
+        ("\ud800", "the text is not valid Unicode"),
+    ],
+)
+def test_prompts_of_a_wrong_kind_are_refused_by_name_and_value(llm, prompts, said):
+    with pytest.raises(RequestError, match=f"^{said}"):
+        llm.generate(prompts, GREEDY)
+
+
+def test_wrong_kinds_of_other_arguments_are_refused_by_name_and_value(llm):
+    engine = llm._engine
+    for name, wrong in {
+        "params": lambda: llm.generate("a", {"max_tokens": 1}),
+        "n": lambda: llm.generate("a", SamplingParams(n="2")),
+        "stop": lambda: llm.generate("a", SamplingParams(stop=5)),
+        "stop_token_ids": lambda: llm.generate("a", SamplingParams(stop_token_ids=b"a")),
+        "messages": lambda: llm.chat(5),
+        r"messages\[0\].role": lambda: llm.chat([{1: 2}]),
+        "tokens": lambda: engine.decode("abc"),
+        "token_id": lambda: engine.token_text(None),
+        "text": lambda: llm._run(engine.encode(b"a")),
+    }.items():
+        with pytest.raises(RequestError, match=f"^{name} must .*, got "):
+            wrong()
+
+
+def test_a_closed_model_says_that_it_is_closed():
+    llm = LLM("demo", num_blocks=16, kv_cache_memory_bytes=None)
+    llm.close()
+    for call in (lambda: llm.generate("a"), lambda: llm.chat([{"role": "user", "content": "a"}])):
+        with pytest.raises(EngineError, match="this model was closed"):
+            call()

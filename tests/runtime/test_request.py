@@ -92,7 +92,12 @@ WRONG_KINDS = [
     ("logit_bias", {1: "1"}),
     ("logit_bias", {"1": 1}),
     *[(name, ids) for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
-      for ids in (("1",), (1, 2.0), (True,), (None,))],
+      for ids in (("1",), (1, 2.0), (True,), (None,), 1, "1", b"1", {1: 1}, {1}, iter([1]))],
+    *[(name, value) for name in ("stop_token_ids", "banned_token_ids", "logit_bias", "stop")
+      for value in (None, 1, True, b"1")],
+    ("logit_bias", [(1, 1)]),
+    *[(name, value) for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+      "spaces_between_special_tokens") for value in (None, 1, "no", [])],
 ]  # fmt: skip
 
 
@@ -116,6 +121,43 @@ def test_prompts_hold_token_ids_only(token):
             end_tokens=frozenset(),
             default_seed=0,
         )
+
+
+@pytest.mark.parametrize("prompt", [None, 1, b"ab", "ab", {1: 2}, iter([1])])
+def test_prompts_are_lists_of_token_ids(prompt):
+    with pytest.raises(RequestError, match="^prompt must be a list of token ids, got "):
+        make_request(
+            "r",
+            prompt,
+            SamplingParams(max_tokens=1),
+            limits=Limits(vocab_size=150, max_model_len=20, max_kv_tokens=100),
+            end_tokens=frozenset(),
+            default_seed=0,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("priority", "a"), ("priority", 1.5), ("priority", None), ("priority", 2**31)]
+    + [("cache_salt", None), ("cache_salt", 5), ("cache_salt", b"a")],
+)
+def test_priority_and_salt_are_checked_too(name, value):
+    with pytest.raises(RequestError, match=f"^{name} must be .*, got "):
+        make_request(
+            "r",
+            [1],
+            SamplingParams(max_tokens=1),
+            limits=Limits(vocab_size=150, max_model_len=20, max_kv_tokens=100),
+            end_tokens=frozenset(),
+            default_seed=0,
+            **{name: value},
+        )
+
+
+@pytest.mark.parametrize("params", [None, {"max_tokens": 1}, SamplingParams, 1])
+def test_params_are_sampling_params(params):
+    with pytest.raises(RequestError, match="^params must be SamplingParams, got "):
+        check_params(params, Limits(vocab_size=50, max_model_len=20, max_kv_tokens=100))
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -187,7 +187,7 @@ def _in_range(
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         said = "an integer" if whole else "a number"
-        raise RequestError(f"{name} must be {said}, got {repr(value)[:40]}", param=name)
+        raise RequestError(f"{name} must be {said}, got {short(value)}", param=name)
     fits = (low < value if low_open else low <= value) and value <= high
     if not fits:
         bracket = "(" if low_open else "["
@@ -207,21 +207,68 @@ def _shown(value: float) -> str:
         return f"an integer of {int(math.log10(abs(value))) + 1} digits"
 
 
-def _ids_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_list(name: str, value: Any, items: str) -> None:
+    """RequestError unless value is a list, a tuple or the like; texts and bytes are none.
+
+    items  what it should hold, in words
+    """
+    # memoryview is a Sequence, too.
+    kinds = (str, bytes, bytearray, memoryview)
+    if issubclass(type(value), kinds) or not issubclass(type(value), Sequence):
+        raise RequestError(f"{name} must be a list of {items}, got {short(value)}", param=name)
+
+
+def short(value: object) -> str:
+    """A value as Python writes it, cut for an error."""
+    return repr(value)[:40]
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """RequestError unless ids is a list of integers that are tokens."""
+    check_list(name, ids, "token ids")
     for kind in set(map(type, ids)):
         if kind is bool or not issubclass(kind, numbers.Integral):
-            raise RequestError(f"{name} must hold token ids, got a {kind.__name__}", param=name)
+            wrong = next(i for i in ids if type(i) is kind)
+            raise RequestError(f"{name} must hold token ids, got {short(wrong)}", param=name)
     for i in ids:
         if not 0 <= i < vocab_size:
             raise RequestError(
-                f"{name} holds token id {i}, outside the vocabulary of {vocab_size} tokens",
+                f"{name} holds token id {_shown(i)}, outside the vocabulary of {vocab_size} tokens",
                 param=name,
             )
+
+
+def _check_kinds(p: Any) -> None:
+    """RequestError if a field holds something that is not even measured against a limit."""
+    if not isinstance(p, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {short(p)}", param="params")
+    for name in (
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    ):
+        value = getattr(p, name)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be True or False, got {short(value)}", param=name)
+    bias: Any = p.logit_bias
+    if not isinstance(bias, Mapping):
+        raise RequestError(
+            f"logit_bias must be a mapping of token ids to numbers, got {short(bias)}",
+            param="logit_bias",
+        )
+    if not isinstance(p.stop, str):
+        check_list("stop", p.stop, "strings")
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        value = getattr(p, name)
+        if value is not None or name != "allowed_token_ids":
+            check_list(name, value, "token ids")
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """RequestError naming field, limit and value if `params` breaks a rule."""
     p = params
+    _check_kinds(p)
     _in_range("n", p.n, 1, limits.max_n, whole=True)
     if p.max_tokens is not None:
         _in_range("max_tokens", p.max_tokens, 0, MAX_INT, whole=True)
@@ -245,7 +292,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
             f"logit_bias has {len(p.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}",
             param="logit_bias",
         )
-    _ids_in_vocabulary("logit_bias", list(p.logit_bias), limits.vocab_size)
+    check_token_ids("logit_bias", list(p.logit_bias), limits.vocab_size)
     for value in p.logit_bias.values():
         _in_range("logit_bias", value, -100, 100)
     if p.seed is not None:
@@ -256,7 +303,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
             f"{MAX_STOP_TOKEN_IDS}",
             param="stop_token_ids",
         )
-    _ids_in_vocabulary("stop_token_ids", p.stop_token_ids, limits.vocab_size)
+    check_token_ids("stop_token_ids", p.stop_token_ids, limits.vocab_size)
     for name, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         if value is not None:
             _in_range(name, value, 0, limits.max_logprobs, whole=True)
@@ -266,8 +313,8 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
                 "allowed_token_ids is empty: no token could ever be chosen",
                 param="allowed_token_ids",
             )
-        _ids_in_vocabulary("allowed_token_ids", p.allowed_token_ids, limits.vocab_size)
-    _ids_in_vocabulary("banned_token_ids", p.banned_token_ids, limits.vocab_size)
+        check_token_ids("allowed_token_ids", p.allowed_token_ids, limits.vocab_size)
+    check_token_ids("banned_token_ids", p.banned_token_ids, limits.vocab_size)
     for name in ("allowed_token_ids", "banned_token_ids"):
         ids = getattr(p, name)
         if ids is not None and len(ids) > limits.vocab_size:
@@ -312,9 +359,14 @@ def make_request(
 ) -> Request:
     """A Request within `limits`; RequestError naming field, limit and value otherwise."""
     check_params(params, limits)
+    check_list("prompt", prompt, "token ids")
     if not prompt:
         raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-    _ids_in_vocabulary("prompt", prompt, limits.vocab_size)
+    check_token_ids("prompt", prompt, limits.vocab_size)
+    _in_range("priority", priority, -(2**31), MAX_INT, whole=True)
+    salt: Any = cache_salt
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, got {short(salt)}", param="cache_salt")
     asked = params.max_tokens
     least = 1 if asked is None else asked
     room = limits.max_model_len - len(prompt)

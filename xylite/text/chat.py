@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from xylite.errors import RequestError
+from xylite.runtime.request import check_list
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
 from xylite.text.written import plain, spans_of, written
@@ -179,6 +180,7 @@ def prepare_messages(
     out. The reasoning of a turn is there under both names. `developer` becomes `system`, and
     `function` becomes `tool`, unless the template compares with that role itself.
     """
+    check_list("messages", messages, "objects")
     if not messages:
         raise RequestError("messages is empty: at least one is needed", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -325,7 +327,7 @@ def _check_size(*named: Any) -> None:
                 if isinstance(x, str):
                     chars += len(x)
                 elif _is_object(x):
-                    chars += sum(map(len, x))
+                    chars += sum(len(str(key)) for key in x)
                     below += x.values()
                 elif _is_list(x):
                     below += x

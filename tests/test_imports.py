@@ -1,21 +1,16 @@
-"""The shape of the code base: who may import whom, and what no module may do.
+"""Who may import whom, and that each module imports alone.
 
 Every import counts, those in functions and under TYPE_CHECKING too. The rules are data at the top;
 a new module belongs to the layer with the longest matching name, and an unknown one fails.
 """
 
-import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "xylite"
+from tests.source import ROOT, imports, in_layers, misses, modules, own_imports
 
 LEAVES = ("errors", "config", "tree", "plugins")
 HOST = (
@@ -35,7 +30,6 @@ HOST = (
     "runtime.drafters",
     "runtime.connectors",
 )
-
 # Layer -> layers it may import besides itself. The longest matching layer counts; "" is xylite
 # itself, whose __init__ names the library's public face.
 MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
@@ -129,7 +123,6 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     # The host half plans with numbers only.
     **dict.fromkeys(HOST, ("errors", *HOST)),
 }
-
 # These load no torch, not even through what they import.
 TORCH_FREE = (
     *HOST,
@@ -161,136 +154,10 @@ NO_TORCH_OF_THEIR_OWN = (
     "runtime.turnstile",
 )
 
-DEVICE_NAME = re.compile(r"(cuda|npu)(:\d+)?")
-
-FORBIDDEN_MODULES = {
-    "pickle": "runs code on load",
-    "dill": "runs code on load",
-    "cloudpickle": "runs code on load",
-    "joblib": "runs code on load",
-    "marshal": "crashes on bad input",
-    "shelve": "is pickle",
-    "subprocess": "starts other programs",
-    "multiprocessing": "sends pickles",
-}
-FORBIDDEN_CALLS = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "torch.load",
-    "torch.save",
-    "torch.hub.load",
-    "os.system",
-    "os.popen",
-    "os.execv",
-    "os.fork",
-    "yaml.load",
-    "np.load",
-    "numpy.load",
-}
-# (module, what) -> why it is right there.
-ALLOWED: Mapping[tuple[str, str], str] = {
-    ("kernels_cpu.build", "subprocess"): "runs the system's compiler on the package's own sources",
-}
-
-MUTABLE_CALLS = {
-    "list",
-    "dict",
-    "set",
-    "bytearray",
-    "defaultdict",
-    "OrderedDict",
-    "Counter",
-    "deque",
-    "count",
-    "Lock",
-    "RLock",
-    "Condition",
-    "Event",
-    "Semaphore",
-    "Queue",
-    "SimpleQueue",
-    "local",
-    "ContextVar",
-    "WeakKeyDictionary",
-    "WeakValueDictionary",
-    "Random",
-    "default_rng",
-    "Generator",
-    "ThreadPoolExecutor",
-}
-MUTATING_METHODS = {
-    "append",
-    "add",
-    "clear",
-    "discard",
-    "extend",
-    "insert",
-    "pop",
-    "popitem",
-    "popleft",
-    "remove",
-    "setdefault",
-    "update",
-    "sort",
-    "reverse",
-}
-
-
-def name_of(path: Path) -> str:
-    """The module's name below xylite; "" is xylite itself."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def modules() -> Mapping[str, ast.Module]:
-    return {name_of(p): ast.parse(p.read_text()) for p in sorted(PACKAGE.rglob("*.py"))}
-
-
-def in_layers(module: str, layers: tuple[str, ...]) -> bool:
-    return any(module == x or (x and module.startswith(x + ".")) for x in layers)
-
 
 def layer_of(module: str) -> str | None:
     matching = [x for x in MAY_IMPORT if module == x or (x and module.startswith(x + "."))]
     return max(matching, key=len, default=None)
-
-
-def imports(tree: ast.Module, module: str) -> Iterator[str]:
-    """Full names of what a module imports; `from a import b` gives a.b if that is a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import in line {node.lineno}"
-            assert node.module is not None
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}".removeprefix("xylite.")
-                is_module = node.module.split(".")[0] == "xylite" and inner in modules()
-                yield f"{node.module}.{alias.name}" if is_module else node.module
-
-
-def own_imports(tree: ast.Module, module: str) -> Iterator[str]:
-    """The imports that lie in xylite, by name below it."""
-    for name in imports(tree, module):
-        if name == "xylite" or name.startswith("xylite."):
-            yield name.removeprefix("xylite").removeprefix(".")
-
-
-def dotted(node: ast.expr) -> str:
-    """a.b.c of an attribute chain on a name; "" of anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        inner = dotted(node.value)
-        return f"{inner}.{node.attr}" if inner else ""
-    return ""
-
-
-def misses(problems: list[str]) -> str:
-    return "\n" + "\n".join(problems)
 
 
 def test_every_module_has_a_layer():
@@ -353,138 +220,6 @@ def test_host_half_has_no_clock_no_chance_and_no_io():
         if name.split(".")[0] in banned
     ]
     assert not wrong, misses(wrong)
-
-
-def test_device_names_stand_only_in_ops():
-    wrong = []
-    for module, tree in modules().items():
-        if in_layers(module, ("ops",)):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if DEVICE_NAME.fullmatch(node.value):
-                    wrong.append(f"{module}:{node.lineno}: {node.value!r}")
-            elif isinstance(node, ast.Attribute) and dotted(node) in ("torch.cuda", "torch.npu"):
-                wrong.append(f"{module}:{node.lineno}: {dotted(node)}")
-    assert not wrong, misses(wrong)
-
-
-def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run at import, those under `if` and `try` too."""
-    todo: list[ast.stmt] = list(tree.body)
-    while todo:
-        statement = todo.pop()
-        yield statement
-        if isinstance(statement, ast.If | ast.Try | ast.With | ast.For | ast.While):
-            for part in ("body", "orelse", "finalbody"):
-                todo += getattr(statement, part, [])
-            for handler in getattr(statement, "handlers", []):
-                todo += handler.body
-
-
-def is_mutable(value: ast.expr | None) -> bool:
-    displays = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
-    if isinstance(value, displays):
-        return True
-    return isinstance(value, ast.Call) and dotted(value.func).split(".")[-1] in MUTABLE_CALLS
-
-
-def mutated_names(tree: ast.Module) -> set[str]:
-    """Names whose object something in the module changes in place."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript | ast.Attribute):
-            if isinstance(node.ctx, ast.Store | ast.Del):
-                found.add(dotted(node.value))
-        elif isinstance(node, ast.Call):
-            method = node.func
-            if isinstance(method, ast.Attribute) and method.attr in MUTATING_METHODS:
-                found.add(dotted(method.value))
-    return found
-
-
-def test_no_mutable_state_at_module_level():
-    """A constant table may be a dict or list if its name says constant and nobody changes it."""
-    wrong = []
-    for module, tree in modules().items():
-        constants: set[str] = set()
-        for statement in module_level(tree):
-            if isinstance(statement, ast.Assign):
-                targets, value = statement.targets, statement.value
-            elif isinstance(statement, ast.AnnAssign):
-                targets, value = [statement.target], statement.value
-            else:
-                continue
-            if not is_mutable(value):
-                continue
-            for target in targets:
-                name = dotted(target)
-                constants.add(name)
-                is_call = isinstance(value, ast.Call)
-                is_constant = name.isupper() or (name.startswith("__") and name.endswith("__"))
-                if not is_constant or (
-                    is_call and dotted(value.func) not in ("dict", "set", "list")
-                ):
-                    wrong.append(f"{module}:{statement.lineno}: {name} is mutable")
-        changed = constants & mutated_names(tree)
-        wrong += [f"{module}: {name} is a module's constant and is changed" for name in changed]
-        wrong += [
-            f"{module}:{node.lineno}: global {', '.join(node.names)}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Global)
-        ]
-    assert not wrong, misses(wrong)
-
-
-def test_only_config_reads_the_environment():
-    wrong = [
-        f"{module}:{node.lineno}"
-        for module, tree in modules().items()
-        if module != "config"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv")
-    ]
-    assert not wrong, misses(wrong)
-
-
-def test_only_the_command_touches_logging_set_up_and_the_interpreter():
-    """As a library, xylite changes nothing of its host's."""
-    ours = {"logging.basicConfig", "sys.setswitchinterval", "logging.captureWarnings"}
-    wrong = [
-        f"{module}:{node.lineno}: {dotted(node)}"
-        for module, tree in modules().items()
-        if module != "cli"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and dotted(node) in ours
-    ]
-    assert not wrong, misses(wrong)
-
-
-def test_nothing_runs_code_from_data():
-    wrong = []
-    for module, tree in modules().items():
-        used = {name.split(".")[0] for name in imports(tree, module)} & FORBIDDEN_MODULES.keys()
-        wrong += [
-            f"{module}: {name} {FORBIDDEN_MODULES[name]}"
-            for name in used
-            if (module, name) not in ALLOWED
-        ]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = dotted(node.func)
-                if called in FORBIDDEN_CALLS and (module, called) not in ALLOWED:
-                    wrong.append(f"{module}:{node.lineno}: {called}()")
-                if any(k.arg == "trust_remote_code" for k in node.keywords):
-                    wrong.append(f"{module}:{node.lineno}: trust_remote_code")
-    assert not wrong, misses(wrong)
-
-
-def test_allowances_are_still_needed():
-    for module, what in ALLOWED:
-        tree = modules()[module]
-        names = {n.split(".")[0] for n in imports(tree, module)}
-        calls = {dotted(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        assert what in names | calls, f"{module} no longer uses {what}"
 
 
 # One child imports what is slow and foreign, then forks for each module: every module of xylite is

@@ -137,7 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: Annotated[
         dict[str, Any] | None,
         about(
-            'Drafting, as JSON: {"method": "ngram", "num_speculative_tokens": 8}, or suffix, or '
+            'Drafting, as JSON: {"method": "ngram", "num_speculative_tokens": 16}, or suffix, or '
             "draft_model with the model's path.",
             "scheduler",
         ),
@@ -177,9 +177,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
-DRAFT_TOKENS: Final[Mapping[str, int]] = {"ngram": 8, "suffix": 16, "draft_model": 4}
-LOOKUP_MIN: Final = 2
-LOOKUP_MAX: Final = 4
+DRAFT_TOKENS: Final[Mapping[str, int]] = {"ngram": 16, "suffix": 16, "draft_model": 4}
+LOOKUP_MIN: Final = 1
+LOOKUP_MAX: Final = 16
 
 
 def speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -221,7 +221,7 @@ def speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
         prompt_lookup_min=low,
         prompt_lookup_max=high,
         suffix_decoding_max_cached_requests=10_000 if cached is None else cached,
-        suffix_decoding_max_spec_factor=1.0 if factor is None else factor,
+        suffix_decoding_max_spec_factor=4.0 if factor is None else factor,
         suffix_decoding_min_token_prob=0.1 if prob is None else prob,
     )
 

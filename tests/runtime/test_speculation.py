@@ -24,13 +24,17 @@ GAP = 0.02  # of a step of one token: what a step costs more that is not planned
 class Always:
     """Proposes as many tokens as it is asked for."""
 
-    def __init__(self, most=8, on_device=False):
+    def __init__(self, most=8, on_device=False, match=0):
         self.most = most
+        self.matched = match
         self.on_device = on_device
         self.num_calls = 0
 
     def expects(self, seq):
         return self.most
+
+    def match(self, seq):
+        return self.matched
 
     def propose(self, wanted):
         self.num_calls += 1
@@ -143,6 +147,41 @@ async def test_a_compute_bound_batch_drafts_nothing_and_is_planned_ahead():
     assert world.num_ahead - before > 180
 
 
+async def test_a_draft_is_as_long_as_the_match_it_continues_makes_likely():
+    lengths = {}
+    for match in (1, 2, 20):
+        proposer = Always(match=match)
+        world = World(1, lambda n: 1 + 0.08 * n, 0.0, proposer)
+        world.drafter._costs = StepCosts()
+        for size in range(1, 10):
+            for _ in range(MIN_SAMPLES):
+                world.drafter._costs.add(size, world.cost(size))
+        (lengths[match],) = world.drafter._lengths(world.sequences)
+    assert lengths[1] < lengths[2] < lengths[20] == 8
+
+
+async def test_where_matches_begin_often_the_next_step_waits_for_the_token():
+    for share, ahead in ((0.5, False), (0.0, True)):
+        world = World(1, memory_bound, 0.95)
+        await world.run(50)
+        proposer, rng = world.drafter._proposer, random.Random(2)
+        known = {}
+
+        def expects(seq, rng=rng, known=known, share=share):
+            """Every other token, if share is a half, begins a match that ends with the draft."""
+            n = len(seq.tokens)
+            if n not in known:
+                known[n] = 8 if rng.random() < share else 0
+            return known[n]
+
+        proposer.expects = expects
+        await world.run(100)
+        before = world.num_ahead
+        await world.run(100)
+        assert (world.num_ahead - before > 90) == ahead
+        assert ahead or world.num_ahead == before
+
+
 async def test_a_text_that_becomes_predictable_is_drafted_again():
     world = World(1, lambda n: 1 + 0.15 * n, 0.0)
     await world.run(100)
@@ -230,7 +269,8 @@ async def test_ended_sequences_are_forgotten():
     for seq in world.sequences:
         world.drafter.forget(seq)
         world.drafter.forget(seq)
-    assert not world.drafter._chances and not world.drafter._expected
+    assert not len(world.drafter._chances) and not world.drafter._live
+    assert not world.drafter._offered
     assert not world.drafter.is_active
 
 
@@ -303,17 +343,17 @@ def test_the_methods_are_the_drafters_there_are():
 def test_settings_are_completed():
     assert speculative({"method": "ngram"}) == SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=8,
-        prompt_lookup_min=2,
-        prompt_lookup_max=4,
+        num_speculative_tokens=16,
+        prompt_lookup_min=1,
+        prompt_lookup_max=16,
         suffix_decoding_max_cached_requests=10_000,
-        suffix_decoding_max_spec_factor=1.0,
+        suffix_decoding_max_spec_factor=4.0,
         suffix_decoding_min_token_prob=0.1,
     )
     one = speculative({"method": "ngram", "prompt_lookup_max": 1})
     assert (one.prompt_lookup_min, one.prompt_lookup_max) == (1, 1)
-    one = speculative({"method": "ngram", "prompt_lookup_min": 6})
-    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (6, 6)
+    one = speculative({"method": "ngram", "prompt_lookup_min": 20})
+    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (20, 20)
     assert speculative({"model": "some/path"}).method == "draft_model"
     assert (
         speculative({"method": "suffix", "num_speculative_tokens": 3}).num_speculative_tokens == 3
@@ -350,10 +390,14 @@ def test_settings_reach_the_drafter():
         lambda: 0.0,
     )
     assert made.max_draft == 3
-    assert (made._proposer._min, made._proposer._max) == (3, 4)
+    assert (made._proposer._min, made._proposer._max) == (3, 16)
     made = speculation.make(
         speculative({"method": "suffix", "suffix_decoding_max_cached_requests": 9}), lambda: 0.0
     )
     assert made._proposer._options == DraftOptions(
-        num_tokens=16, lookup_min=2, lookup_max=4, max_cached_requests=9
+        num_tokens=16,
+        lookup_min=1,
+        lookup_max=16,
+        max_cached_requests=9,
+        max_spec_factor=4.0,
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from xylite import plugins
 from xylite.config import SpeculativeConfig
+from xylite.runtime.chances import Chances
 from xylite.runtime.drafters import DraftOptions, Proposer
 from xylite.runtime.plan import Plan
 from xylite.runtime.request import Draft
@@ -24,11 +25,7 @@ FRESH_STEPS = 512  # a measurement older than this is made again
 MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up on first use
 MIN_GAIN = 1.02  # expected speed-up below which drafting is left alone
 
-CHANCE_MEMORY = 0.95  # weight of what was known when a draft was verified
-CHANCE_FADING = 0.98  # the same for a token without a draft: after a while it is tried again
-PRIOR_WEIGHT = 4.0
-PRIOR_MEMORY = 0.98
-PRIOR_RANGE = (0.3, 0.9)
+ONSET_RATE = 0.1
 YIELD_MEMORY = 0.995
 YIELD_PRIOR = 20.0
 YIELD_RANGE = (0.5, 1.2)  # trees have fewer levels than tokens, so less is accepted than of chains
@@ -109,31 +106,13 @@ class StepCosts:
         """Estimates for several sizes, some size being known."""
         return np.interp(num_tokens, *self._known())
 
+    def plain(self, batch: int) -> float:
+        return float(self.seconds(np.array([batch]))[0]) if self.knows(batch) else 0.0
+
     @property
     def largest_trial(self) -> int:
         """The largest size worth trying: twice what is known, as beyond it nothing is."""
         return max(2 * int(self._known()[0][-1]), 8)
-
-
-class _Chance:
-    """How often draft tokens of one sequence are accepted, given that those before them are."""
-
-    __slots__ = ("accepted", "tried")
-
-    def __init__(self) -> None:
-        self.accepted = 0.0
-        self.tried = 0.0
-
-    def verified(self, num_accepted: int, depth: int) -> None:
-        self.accepted = CHANCE_MEMORY * self.accepted + num_accepted
-        self.tried = CHANCE_MEMORY * self.tried + num_accepted + (num_accepted < depth)
-
-    def fade(self) -> None:
-        self.accepted *= CHANCE_FADING
-        self.tried *= CHANCE_FADING
-
-    def value(self, prior: float) -> float:
-        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
 
 
 class Clock(Protocol):
@@ -151,12 +130,15 @@ class Speculation:
         self.max_draft = max_draft
         self._proposer = proposer
         self._clock = clock
-        self._chances: dict[Sequence, _Chance] = {}
+        self._chances = Chances()
+        self._live: dict[Sequence, None] = {}
+        self._onset = 0.0  # how often an iteration without drafts leads to one with drafts
+        self._after_plain = False
+        self._worth = 0.0  # of the lengths last chosen: iterations saved, at most one
         self._costs = StepCosts()
         self._forget_draft_costs()
-        self._population = [3.0, 5.0]  # draft tokens accepted and tried, of all sequences
         self._outcome = [YIELD_PRIOR, YIELD_PRIOR]  # draft tokens accepted, and expected to be
-        self._expected: dict[Sequence, float] = {}
+        self._offered: dict[Sequence, tuple[int, float]] = {}  # match and tokens expected of drafts
         self._propose_seconds = 0.0
         self._drafted: set[Sequence] = set()  # those the proposer on the device knows
 
@@ -167,12 +149,25 @@ class Speculation:
 
     @property
     def is_active(self) -> bool:
-        """Drafting would pay now, as far as the tokens known so far tell."""
-        return any(self._lengths([s for s in self._chances if s.row >= 0]))
+        """Drafting would pay now, as far as the tokens known so far tell, or is likely to after the
+        token that is being computed."""
+        live = [s for s in self._live if s.row >= 0]
+        drafts = any(self._lengths(live))
+        self._note_onset()
+        if drafts:
+            return True
+        # A draft that is missed is an iteration more for one sequence.
+        if not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
+            return False
+        return self._onset * self._costs.plain(len(live)) / len(live) > self._gap.value > 0.0
+
+    def _note_onset(self) -> None:
+        self._onset += ONSET_RATE * (self._worth - self._onset)
 
     def forget(self, seq: Sequence) -> None:
-        self._chances.pop(seq, None)
-        self._expected.pop(seq, None)
+        self._chances.forget(seq)
+        self._live.pop(seq, None)
+        self._offered.pop(seq, None)
         if seq in self._drafted or not self._proposer.on_device:
             self._proposer.forget(seq)
         self._drafted.discard(seq)
@@ -180,9 +175,10 @@ class Speculation:
     async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
         self._propose_seconds = 0.0
-        for seq in sequences:
-            self._chances.setdefault(seq, _Chance())
+        self._live.update(dict.fromkeys(sequences))
         lengths = self._lengths(sequences)
+        if self._after_plain:
+            self._note_onset()
         wanted = [(s, n) for s, n in zip(sequences, lengths, strict=True) if n]
         if not wanted:
             return
@@ -195,52 +191,66 @@ class Speculation:
         depths = [_depth(d) for d in drafts if d is not None]
         if depths and self._proposer.on_device:
             self._draft_cost.add(self._propose_seconds / max(depths))
-        prior = self._prior
-        for (seq, _), draft in zip(wanted, drafts, strict=True):
-            if draft is not None and seq.finish is None:
-                seq.draft = draft
-                p = self._chances[seq].value(prior)
-                self._expected[seq] = sum(p**i for i in range(1, len(draft) + 1))
-
-    @property
-    def _prior(self) -> float:
-        accepted, tried = self._population
-        return min(max(accepted / tried, PRIOR_RANGE[0]), PRIOR_RANGE[1])
+        drafted = [
+            (s, d) for (s, _), d in zip(wanted, drafts, strict=True) if d and s.finish is None
+        ]
+        if not drafted:
+            return
+        some, longest = [s for s, _ in drafted], max(len(d) for _, d in drafted)
+        matches = np.array([self._proposer.match(s) for s in some])
+        chances = self._chances.of(some, matches, longest)
+        for (seq, draft), match, p in zip(drafted, matches.tolist(), chances, strict=True):
+            seq.draft = draft
+            self._offered[seq] = match, float(p[: len(draft)].sum())
 
     def _lengths(self, sequences: list[Sequence]) -> list[int]:
         """Draft tokens to ask for, per sequence: as many as raise the tokens per second."""
         batch = len(sequences)
         lengths = [0] * batch
+        self._worth = 0.0
         if not batch or not self._costs.knows(batch):
             return lengths  # what no draft costs is measured first
-        prior = self._prior
-        offers: list[tuple[float, int, int]] = []
-        for i, seq in enumerate(sequences):
-            most = min(self._proposer.expects(seq), seq.max_len - len(seq.tokens) - 1)
-            if most <= 0 or seq.finish is not None:
-                continue
-            p = self._chances[seq].value(prior)
-            offers += [(p**d, i, d) for d in range(1, min(most, self.max_draft) + 1)]
-        offers.sort(key=lambda o: (-o[0], o[2]))
-        del offers[max(self._costs.largest_trial - batch, 0) :]
-        for _, i, depth in offers[: self._best_number(batch, offers)]:
-            lengths[i] = depth
+        most = [self._most(s) for s in sequences]
+        depth = max(most)
+        if depth <= 0:
+            return lengths
+        able = [i for i, n in enumerate(most) if n > 0]
+        some = [sequences[i] for i in able]
+        matches = np.array([self._proposer.match(s) for s in some])
+        chances = self._chances.of(some, matches, depth)
+        chances[np.arange(depth) >= np.array([most[i] for i in able])[:, None]] = 0.0
+        # Depth by depth: of equally likely tokens the first ones come first.
+        offers = chances.T.ravel()
+        order = np.argsort(-offers, kind="stable")
+        order = order[: min(max(self._costs.largest_trial - batch, 0), int((offers > 0).sum()))]
+        best = order[: self._best_number(batch, offers[order], order // len(able) + 1)]
+        for i, n in enumerate(np.bincount(best % len(able), minlength=len(able)).tolist()):
+            lengths[able[i]] = n
         return lengths
 
-    def _best_number(self, batch: int, offers: list[tuple[float, int, int]]) -> int:
+    def _most(self, seq: Sequence) -> int:
+        """The longest draft there can be for a sequence."""
+        if seq.finish is not None:
+            return 0
+        room = seq.max_len - len(seq.tokens) - 1
+        return min(self._proposer.expects(seq), room, self.max_draft) if room > 0 else 0
+
+    def _best_number(self, batch: int, chances: np.ndarray, depths: np.ndarray) -> int:
         """How many of the offered tokens, best first, give the most tokens per second."""
-        if not offers:
+        num = len(chances)
+        if not num:
             return 0
         accepted, expected = self._outcome
-        gain = min(max(accepted / expected, YIELD_RANGE[0]), YIELD_RANGE[1]) * np.cumsum(
-            [o[0] for o in offers]
-        )
-        depth = np.maximum.accumulate([o[2] for o in offers])
-        seconds = self._costs.seconds(batch + np.arange(len(offers) + 1))
-        drafting = self._gap.value + self._draft_cost.value * depth
+        gain = min(max(accepted / expected, YIELD_RANGE[0]), YIELD_RANGE[1]) * chances.cumsum()
+        seconds = self._costs.seconds(batch + np.arange(num + 1))
+        drafting = self._gap.value + self._draft_cost.value * np.maximum.accumulate(depths)
         rate = (batch + gain) / (seconds[1:] + drafting)
         best = int(rate.argmax())
-        return best + 1 if rate[best] > MIN_GAIN * batch / seconds[0] else 0
+        speedup = float(rate[best] * seconds[0] / batch)
+        if speedup <= MIN_GAIN:
+            return 0
+        self._worth = min(speedup - 1.0, 1.0)
+        return best + 1
 
     def observe(self, plan: Plan, seconds: float, gap: float) -> None:
         """Learn from a committed iteration.
@@ -250,6 +260,7 @@ class Speculation:
         """
         if all(c.num - c.num_draft == 1 for c in plan.chunks):
             self._costs.add(plan.num_tokens, seconds)
+        self._after_plain = not plan.has_drafts
         if plan.has_drafts:
             self._gap.add(max(gap - self._propose_seconds, 0.0))
             self._steps_without = 0
@@ -258,30 +269,34 @@ class Speculation:
             self._outcome = [x + 0.02 * (YIELD_PRIOR - x) for x in self._outcome]
             if self._steps_without >= FRESH_STEPS:
                 self._forget_draft_costs()
+        without: list[Sequence] = []
+        verified: list[tuple[Sequence, int, int]] = []
         for chunk in plan.chunks:
             seq = chunk.seq
             if seq.finish is not None or not chunk.samples:
                 continue
-            chance = self._chances.setdefault(seq, _Chance())
-            if chunk.draft is None:
-                chance.fade()
-                continue
+            self._live[seq] = None
             new = len(seq.tokens) - (chunk.start + chunk.num - chunk.num_draft)
-            if new > 0:
-                self._verified(seq, chance, new - 1, _depth(chunk.draft))
+            if chunk.draft is None:
+                without.append(seq)
+            elif new > 0:
+                verified.append((seq, new - 1, min(new, _depth(chunk.draft))))
+        if without:
+            self._chances.fade(without)
+        if verified:
+            self._learn(verified)
 
-    def _verified(self, seq: Sequence, chance: _Chance, num_accepted: int, depth: int) -> None:
-        chance.verified(num_accepted, depth)
-        accepted, tried = self._population
-        self._population = [
-            PRIOR_MEMORY * accepted + num_accepted,
-            PRIOR_MEMORY * tried + num_accepted + (num_accepted < depth),
-        ]
+    def _learn(self, verified: list[tuple[Sequence, int, int]]) -> None:
+        """Sequences whose drafts were verified, draft tokens accepted and tried."""
+        sequences, num_accepted, num_tried = zip(*verified, strict=True)
+        offered = [self._offered.pop(s, (0, 0.0)) for s in sequences]
+        matches = np.array([match for match, _ in offered])
+        self._chances.verified(sequences, matches, np.array(num_accepted), np.array(num_tried))
         accepted, expected = self._outcome
-        self._outcome = [
-            YIELD_MEMORY * accepted + num_accepted,
-            YIELD_MEMORY * expected + self._expected.pop(seq, 0.0),
-        ]
+        for (_, hoped), num in zip(offered, num_accepted, strict=True):
+            accepted = YIELD_MEMORY * accepted + num
+            expected = YIELD_MEMORY * expected + hoped
+        self._outcome = [accepted, expected]
 
 
 def _depth(draft: Draft) -> int:

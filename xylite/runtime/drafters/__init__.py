@@ -45,6 +45,11 @@ class Proposer(Protocol):
         """How many tokens it could propose for the sequence as it is; 0: nothing."""
         ...
 
+    def match(self, seq: Sequence) -> int:
+        """Tokens of the text's end that what it could propose continues: the more, the likelier it
+        is right. 0: it does not look for such."""
+        ...
+
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
         """A draft of at most so many tokens for each sequence."""
         ...

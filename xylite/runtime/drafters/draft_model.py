@@ -109,6 +109,9 @@ class DraftModel:
     def expects(self, seq: Sequence) -> int:
         return max(0, min(self._num_tokens, self._parts.max_len - len(seq.tokens)))
 
+    def match(self, seq: Sequence) -> int:
+        return 0
+
     def forget(self, seq: Sequence) -> None:
         # On the event loop, perhaps while the device thread drafts: done at the next proposal.
         self._ended.append(seq)

@@ -49,39 +49,41 @@ class Index:
             return self._before[place - self._first]
         return -1 if self.under is None else self.under._earlier(place)
 
-    def find(self, tokens: list[int], longest: int) -> int:
-        """The place whose preceding tokens agree longest with the end of `tokens`.
+    def find(self, tokens: list[int], longest: int) -> tuple[int, int]:
+        """The place whose preceding tokens agree longest with the end of `tokens`, and how many.
 
         The latest such place; at least `size` tokens agree and no more than `longest` are
-        compared. -1 if there is none.
+        compared. (-1, 0) if there is none.
         """
         end = len(tokens)
         if end < self.size:
-            return -1
+            return -1, 0
         place = self._latest(hash(tuple(tokens[end - self.size :])))
         best, best_length = -1, self.size - 1
         for _ in range(MAX_CANDIDATES):
             if place < 0 or best_length >= longest:
                 break
-            length = 0
-            most = min(longest, place)
+            length, most = 0, min(longest, place)
+            if most > best_length and tokens[place - best_length - 1] != tokens[-best_length - 1]:
+                most = 0  # not longer than the best
             while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
                 length += 1
             if length > best_length:
                 best, best_length = place, length
             place = self._earlier(place)
-        return best
+        return (best, best_length) if best >= 0 else (-1, 0)
 
 
 class _Track:
     """One sequence's index, and what was found for its present length."""
 
-    __slots__ = ("index", "length", "place")
+    __slots__ = ("index", "length", "matched", "place")
 
     def __init__(self, index: Index):
         self.index = index
         self.length = -1
         self.place = -1
+        self.matched = 0
 
 
 class Ngram:
@@ -100,13 +102,16 @@ class Ngram:
         self._prompts: dict[str, tuple[Index, set[int]]] = {}
 
     def expects(self, seq: Sequence) -> int:
-        return self._num_tokens if self._place(seq) >= 0 else 0
+        return self._num_tokens if self._look(seq).place >= 0 else 0
+
+    def match(self, seq: Sequence) -> int:
+        return self._look(seq).matched
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
         return [self._draft(seq, n) for seq, n in wanted]
 
     def _draft(self, seq: Sequence, n: int) -> Draft | None:
-        place = self._place(seq)
+        place = self._look(seq).place
         if place < 0:
             return None
         tokens = seq.tokens
@@ -116,23 +121,23 @@ class Ngram:
             draft.append(draft[len(draft) - period])
         return Draft(tuple(draft))
 
-    def _place(self, seq: Sequence) -> int:
-        """Where the sequence's end was found; -1 if nowhere, or the index is not complete yet."""
+    def _look(self, seq: Sequence) -> _Track:
+        """Where the sequence's end was found: -1 if nowhere, or the index is not complete yet."""
         track = self._tracks.get(seq)
         if track is None:
             track = self._tracks[seq] = self._new(seq)
         length = len(seq.tokens)
         if track.length != length:
             track.length = length
-            track.place = -1
+            track.place, track.matched = -1, 0
             prompt = track.index.under
             assert prompt is not None
             if prompt.end < seq.num_prompt:
                 prompt.grow(seq.tokens, min(prompt.end + MAX_GROWTH, seq.num_prompt))
             if prompt.end >= seq.num_prompt:
                 track.index.grow(seq.tokens, length)
-                track.place = track.index.find(seq.tokens, self._max)
-        return track.place
+                track.place, track.matched = track.index.find(seq.tokens, self._max)
+        return track
 
     def _new(self, seq: Sequence) -> _Track:
         prompt, users = self._prompts.setdefault(seq.request.id, (Index(self._min), set()))

@@ -14,7 +14,7 @@ from xylite.runtime.drafters import DraftOptions
 from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
 
-MIN_MATCH = 2  # a shorter end says too little
+MIN_MATCH = 1  # shortest end of the text that is continued
 MAX_BRANCHES = 3  # continuations considered after one token
 MAX_GROWTH = 2048  # tokens that automata learn in one call: about 5 ms of the event loop
 MAX_ENDED_GROWTH = 256  # the same for ended outputs, which are learnt between other work
@@ -232,6 +232,10 @@ class Suffix:
         self._learn_ended()
         best = self._best(seq)
         return 0 if best is None else self._most(best[2])
+
+    def match(self, seq: Sequence) -> int:
+        best = self._best(seq)
+        return 0 if best is None else best[2]
 
     def _most(self, matched: int) -> int:
         return min(self._options.num_tokens, int(matched * self._options.max_spec_factor))

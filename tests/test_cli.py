@@ -240,7 +240,7 @@ async def test_a_model_that_cannot_be_loaded_is_one_line_and_code_2(served: Call
 
 
 def test_a_socket_in_the_file_system_has_a_curl_line_too():
-    line = cli.example(FakeEngine(), "unix:///run/x y.sock", ServerConfig())  # type: ignore
+    line = cli.example(FakeEngine(), "unix:///run/x y.sock", ServerConfig())
     assert line.startswith("curl --unix-socket '/run/x y.sock' http://localhost/v1/chat")
 
 
@@ -254,7 +254,7 @@ def test_a_socket_in_the_file_system_has_a_curl_line_too():
     ],
 )
 def test_the_curl_line_names_an_address_one_can_connect_to(url: str, where: str):
-    line = cli.example(FakeEngine(), url, ServerConfig())  # type: ignore
+    line = cli.example(FakeEngine(), url, ServerConfig())
     assert line.startswith(f"curl {where}/v1/chat/completions -H 'Content-Type")
 
 
@@ -276,14 +276,14 @@ def test_the_summary_says_quantisation_drafts_and_what_cut_the_context():
     engine.config = EngineConfig(
         model="m", quantization="int8", speculative_config={"method": "ngram"}
     )
-    text = cli.summary(engine, "http://127.0.0.1:1", ServerConfig())  # type: ignore
+    text = cli.summary(engine, "http://127.0.0.1:1", ServerConfig())
     assert "weights  int8\n" in text
     assert "drafts   ngram, up to 8 tokens\n" in text
     assert "context  1024 tokens (all that KV holds), at most 128 sequences\n" in text
     assert "64 blocks of 16" in text
     plain = FakeEngine()
-    plain.snapshot = lambda: {**FakeEngine.snapshot(plain), "num_blocks": 1}  # type: ignore
-    text = cli.summary(plain, "http://127.0.0.1:1", ServerConfig())  # type: ignore
+    plain.snapshot = lambda: {**FakeEngine.snapshot(plain), "num_blocks": 1}
+    text = cli.summary(plain, "http://127.0.0.1:1", ServerConfig())
     assert "1 block of 16 = 16 tokens" in text
     assert "context  1000 tokens, at most" in text
     assert "weights" not in text and "drafts" not in text

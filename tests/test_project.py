@@ -44,7 +44,7 @@ def test_the_readme_has_a_place_for_the_performance_table():
 
 
 def test_every_route_is_in_the_table_of_endpoints():
-    app = make_app(FakeEngine())  # type: ignore
+    app = make_app(FakeEngine())
     table = TEXT[TEXT.index("| endpoint |") :].partition("\n\n")[0]
     written = {f"/{m}" for m in re.findall(r"(?<=[ ,])/([\w/{}]*)(?=[ ,])", table)}
     routes = {

@@ -136,7 +136,7 @@ def described(table: Ops, **changes: Any) -> list[Product]:
 def table(tmp_path: Path) -> Ops:
     """The CPU's table with the file of its tuner in a folder of the test's."""
     made = tables.make(tables.names()[0])
-    packer: Any = made.pack_linear.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    packer: Any = made.pack_linear.__self__
     return cpu.table_of(packer.kernels, "here", tuning.Tuning(False), tmp_path / "tuning.json")
 
 
@@ -210,7 +210,7 @@ def test_what_was_tuned_computes_the_same(table: Ops, tiny_model: Path):
     before = table.linear(x, p.weights[0])
     for choice in table.tuner.candidates(p, (32, 63)):
         table.tuner.keep(p, (32, 63), choice)
-        packer: Any = table.pack_linear.__self__  # pyright: ignore[reportFunctionMemberAccess]
+        packer: Any = table.pack_linear.__self__
         held = tuning.load(table.tuner.path)
         assert held is not None and held.blocks
         again = cpu.table_of(packer.kernels, "here", held)

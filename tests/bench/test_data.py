@@ -24,7 +24,7 @@ TRACES = Path(__file__).parent.parent.parent / "bench" / "traces"
 
 def make(seed: int = 0, **changes: float) -> list[Item]:
     options = {"input_len": 100, "output_len": 20, "range_ratio": 0.0, "prefix_len": 0}
-    return random_items(50, random.Random(seed), **{**options, "vocab_size": 1000, **changes})  # type: ignore
+    return random_items(50, random.Random(seed), **{**options, "vocab_size": 1000, **changes})
 
 
 def test_random_requests_have_the_asked_lengths_and_repeat_with_the_seed():

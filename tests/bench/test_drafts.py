@@ -105,7 +105,7 @@ def speaking(call: Call) -> list[Item]:
 
 async def test_a_server_that_drafts_is_asked_before_and_after(tmp_path: Path, capsys: Any):
     engine = Drafting(speaking)
-    app = make_app(engine, ServerConfig(api_key=("secret",)))  # type: ignore
+    app = make_app(engine, ServerConfig(api_key=("secret",)))
     async with TestServer(app, host="127.0.0.1") as server:
         config = BenchConfig(
             port=server.port or 0,

@@ -10,7 +10,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 def outcome(start: float, ttft: float, gaps: list[float], **changes: object) -> Outcome:
     fields = {"input_tokens": 10, "output_tokens": len(gaps) + 1, "latency": ttft + sum(gaps)}
-    return Outcome(start=start, ttft=ttft, itls=gaps, **{**fields, **changes})  # type: ignore
+    return Outcome(start=start, ttft=ttft, itls=gaps, **{**fields, **changes})
 
 
 RUN = [
@@ -23,7 +23,7 @@ RUN = [
 
 def measured(**changes: object) -> dict[str, object]:
     options = {"metrics": METRICS, "percentiles": (50, 99.9), "goodput": {}}
-    return measure(RUN, 2.0, **{**options, **changes})  # type: ignore
+    return measure(RUN, 2.0, **{**options, **changes})
 
 
 def test_totals_count_successes_only_and_come_from_usage():

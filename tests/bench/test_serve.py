@@ -42,7 +42,7 @@ def speaking(call: Call) -> list[Item]:
 
 
 def app(engine: FakeEngine, **config: Any) -> web.Application:
-    return make_app(engine, ServerConfig(**config))  # type: ignore
+    return make_app(engine, ServerConfig(**config))
 
 
 async def test_random_completions_are_counted_exactly(start: Start, tmp_path: Path, capsys: Any):

@@ -22,7 +22,7 @@ async def connect() -> AsyncIterator[Connect]:
         engine: FakeEngine | None = None, app: dict[str, Any] | None = None, **config: Any
     ) -> TestClient:
         application = make_app(
-            engine or FakeEngine(),  # pyright: ignore
+            engine or FakeEngine(),
             ServerConfig(**config),
             **(app or {}),
         )

@@ -26,7 +26,7 @@ async def status_of(client: TestClient, method: str, path: str, **headers: str) 
 
 def routes(client: TestClient) -> list[tuple[str, str]]:
     """(method, path) of everything the router knows."""
-    app = client.server.app  # pyright: ignore
+    app = client.server.app
     found = []
     for route in app.router.routes():
         path = route.resource.canonical.replace("{id}", "fake")
@@ -245,7 +245,7 @@ async def test_answers_do_not_tell_what_runs_below(connect: Connect) -> None:
 
 async def test_key_is_asked_below_a_prefix_too() -> None:
     app = web.Application()
-    app.add_subapp("/llm", make_app(FakeEngine(), ServerConfig(api_key=("k",))))  # pyright: ignore
+    app.add_subapp("/llm", make_app(FakeEngine(), ServerConfig(api_key=("k",))))
     async with TestClient(TestServer(app)) as client:
         for path in ("/llm/v1/models", "/llm/nope", "/llm/", "/llm/version"):
             await error_of(await client.get(path), 401)

@@ -19,8 +19,8 @@ async def test_two_engines_below_prefixes_of_one_application() -> None:
     one, two = FakeEngine(names=("one",)), FakeEngine(names=("two",))
     app = web.Application()
     app.router.add_get("/", hello)
-    app.add_subapp("/a", make_app(one))  # pyright: ignore
-    app.add_subapp("/b", make_app(two, ServerConfig(strict_requests=True)))  # pyright: ignore
+    app.add_subapp("/a", make_app(one))
+    app.add_subapp("/b", make_app(two, ServerConfig(strict_requests=True)))
     async with TestClient(TestServer(app)) as client:
         assert await (await client.get("/")).text() == "hello"
         for prefix, name, engine in (("/a", "one", one), ("/b", "two", two)):
@@ -47,7 +47,7 @@ async def test_two_engines_below_prefixes_of_one_application() -> None:
 
 async def test_body_limit_is_the_servers_not_the_hosts() -> None:
     app = web.Application(client_max_size=1024)
-    app.add_subapp("/llm", make_app(FakeEngine(), ServerConfig(max_request_bytes=100_000)))  # pyright: ignore
+    app.add_subapp("/llm", make_app(FakeEngine(), ServerConfig(max_request_bytes=100_000)))
     async with TestClient(TestServer(app)) as client:
         body = {"prompt": "x", "user": "u" * 50_000}
         assert (await client.post("/llm" + TEXT, json=body)).status == 200
@@ -58,8 +58,8 @@ async def test_body_limit_is_the_servers_not_the_hosts() -> None:
 async def test_two_applications_of_one_engine() -> None:
     engine = FakeEngine()
     async with (
-        TestClient(TestServer(make_app(engine))) as one,  # pyright: ignore
-        TestClient(TestServer(make_app(engine, ServerConfig(api_key=("k",))))) as two,  # pyright: ignore
+        TestClient(TestServer(make_app(engine))) as one,
+        TestClient(TestServer(make_app(engine, ServerConfig(api_key=("k",))))) as two,
     ):
         assert (await one.post(TEXT, json={"prompt": "x"})).status == 200
         assert (await two.post(TEXT, json={"prompt": "x"})).status == 401
@@ -67,5 +67,5 @@ async def test_two_applications_of_one_engine() -> None:
 
 
 async def test_root_answers_json() -> None:
-    async with TestClient(TestServer(make_app(FakeEngine()))) as client:  # pyright: ignore
+    async with TestClient(TestServer(make_app(FakeEngine()))) as client:
         assert json.loads(await (await client.get("/")).text()) == {"name": "xylite"}

@@ -31,7 +31,7 @@ async def serving(engine: FakeEngine, **config: Any) -> AsyncIterator[tuple[str,
     """(url, task of serve) once it listens."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config.setdefault("port", 0)
-    task = asyncio.ensure_future(serve(engine, ServerConfig(**config), url.set_result))  # pyright: ignore
+    task = asyncio.ensure_future(serve(engine, ServerConfig(**config), url.set_result))
     await asyncio.wait([url, task], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
@@ -187,12 +187,12 @@ def test_address_of_a_server_that_is_still_loading_is_not_taken(
     where = {"port": unused_tcp_port} if kind == "port" else {"uds": str(tmp_path / "s")}
 
     async def two() -> None:
-        loading = Listener(ServerConfig(**where))  # pyright: ignore
+        loading = Listener(ServerConfig(**where))
         await loading.bind()
         with pytest.raises(XyliteError, match="cannot listen on .*: Address already in use"):
-            await Listener(ServerConfig(**where)).bind()  # pyright: ignore
+            await Listener(ServerConfig(**where)).bind()
         loading.close()
-        next_one = Listener(ServerConfig(**where))  # pyright: ignore
+        next_one = Listener(ServerConfig(**where))
         await next_one.bind()
         next_one.close()
 

@@ -81,7 +81,7 @@ async def test_client_that_leaves_while_it_waits_for_admission(connect: Connect)
 async def test_client_that_leaves_is_noticed_without_handler_cancellation() -> None:
     """In an application of someone else's."""
     engine = FakeEngine(held)
-    runner = web.AppRunner(make_app(engine))  # pyright: ignore
+    runner = web.AppRunner(make_app(engine))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -142,7 +142,7 @@ async def test_ends_and_failures_are_told_at_once(
     """And not when the request next looks up by itself."""
     monkeypatch.setattr("xylite.http.stream.TICK_S", 3600.0)
     body = {"prompt": "x", "stream": stream}
-    for last in (TextEvent(index=0, finish_reason="stop"), failing(None)[-1], ValueError("bug")):  # pyright: ignore
+    for last in (TextEvent(index=0, finish_reason="stop"), failing(None)[-1], ValueError("bug")):
         more = asyncio.Event()
         engine = FakeEngine(lambda call, more=more, last=last: [more, last])
         client = await connect(engine, sse_keep_alive_interval=0)
@@ -432,5 +432,5 @@ async def test_many_streams_cut_at_random_leave_nothing(connect: Connect) -> Non
     assert [r for r in results if r is not None] == ["abcdefghij"] * 45
     await is_idle(engine)
     assert all(call.is_closed for call in engine.calls)
-    tasks = {t.get_coro().__qualname__ for t in asyncio.all_tasks()}  # pyright: ignore
+    tasks = {t.get_coro().__qualname__ for t in asyncio.all_tasks()}
     assert not [t for t in tasks if "_pump" in t or "close" in t]

@@ -442,7 +442,7 @@ def test_tool_calls_that_are_no_list_of_objects_are_named(calls: Any):
 
 def test_tools_are_objects():
     with pytest.raises(RequestError, match="tools must be a list of objects"):
-        text_of(CHATML, USER, tools=[7])  # type: ignore[list-item]
+        text_of(CHATML, USER, tools=[7])
 
 
 @pytest.mark.parametrize("content", [7, {"a": 1}, True])

@@ -123,6 +123,6 @@ def test_written_text_behaves_as_a_string():
     with pytest.raises(IndexError):
         text[2]
     with pytest.raises(TypeError):
-        text + 3  # type: ignore[operator]
+        text + 3
     with pytest.raises(TypeError):
-        text.join([3])  # type: ignore[list-item]
+        text.join([3])

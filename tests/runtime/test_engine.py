@@ -102,7 +102,7 @@ async def test_concurrent_requests_get_the_tokens_of_full_recomputation(async_sc
             assert tokens == expected_tokens(request)
             assert last.finish_reason in ("stop", "length")
         assert engine.snapshot()["generation_tokens"] == sum(len(t) for t, _ in answers)
-        assert engine.num_unfinished == 0
+        assert not engine._tickets
 
 
 async def test_requests_cancelled_at_any_moment_leave_nothing_behind():
@@ -249,7 +249,7 @@ async def test_sink_that_raises_loses_its_request_only():
         engine.submit(request, queue)
         with pytest.raises(EngineError):
             await asyncio.wait_for(anext(queue), 10)
-        assert engine.num_unfinished == 0
+        assert not engine._tickets
         request, queue, _ = ask(engine, "fine", [2], max_tokens=5)
         assert (await read(queue))[0] == expected_tokens(request)
 

@@ -32,12 +32,23 @@ _log = logging.getLogger(__name__)
 
 
 class Ticket:
-    """One accepted request inside the engine: its sequences, and how to end them."""
+    """One accepted request inside the engine.
 
-    def __init__(self, engine: "Engine", request: Request, sequences: list[Sequence], sink: Sink):
+    left  its sequences that have not ended
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        request: Request,
+        sequences: list[Sequence],
+        sink: Sink,
+        record: RequestRecord,
+    ):
         self.request = request
-        self.sequences = sequences
+        self.left = list(sequences)
         self.sink = sink
+        self.record = record
         self._engine = engine
 
     def cancel(self) -> None:
@@ -94,7 +105,6 @@ class Engine:
         self._drafter = drafter
         self._clock = clock
         self._tickets: dict[str, Ticket] = {}
-        self._records: dict[str, RequestRecord] = {}
         self._last_delivery: dict[tuple[str, int], float] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -125,30 +135,24 @@ class Engine:
         self.require_room(request.params.n)
         assert request.id not in self._tickets, f"request id {request.id} is in use"
         now = self._clock()
-        sequences = self.scheduler.add(request, now)
-        ticket = Ticket(self, request, sequences, sink)
-        self._tickets[request.id] = ticket
-        self._records[request.id] = RequestRecord(
+        record = RequestRecord(
             request_id=request.id,
             num_prompt=len(request.prompt),
             max_tokens=request.max_tokens,
             n=request.params.n,
             arrival=now,
         )
+        ticket = Ticket(self, request, self.scheduler.add(request, now), sink, record)
+        self._tickets[request.id] = ticket
         self._idle.clear()
         self._wake.set()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End what is left of a request as aborted; its sink is told nothing more."""
-        if self._tickets.get(ticket.request.id) is not ticket:
-            return
-        for seq in ticket.sequences:
-            if seq.finish is None:
-                self.scheduler.stop(seq, "abort")
-                self._note_end(seq, "abort")
+        for seq in list(ticket.left):
+            self._end(ticket, seq, "abort")
         self._wake.set()
-        self._close_if_done(ticket)
 
     def _drain_estimate_s(self) -> float:
         """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s."""
@@ -159,10 +163,6 @@ class Engine:
         ahead = sum(s.remaining for s in self.scheduler.waiting) + 64
         return min(max(ahead * self.tallies.step_seconds / done, 1.0), 60.0)
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._tickets)
-
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests; wait until the running ones end, then abort the rest."""
         if self.state == "ready":
@@ -170,29 +170,17 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            error = EngineError("the server is shutting down", code="shutdown")
-            for ticket in list(self._tickets.values()):
-                self._fail(ticket, error)
+            self._fail_all(EngineError("the server is shutting down", code="shutdown"))
 
     async def close(self) -> None:
-        """Abort what runs and stop; the device thread is idle afterwards."""
+        """Abort what runs and stop, once the iteration that runs has ended."""
         self.state = "closed" if self.state != "dead" else "dead"
-        error = EngineError("the engine was closed", code="shutdown")
-        for ticket in list(self._tickets.values()):
-            self._fail(ticket, error)
+        self._fail_all(EngineError("the engine was closed", code="shutdown"))
         self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
         # Weights and KV go at once, however long the caller keeps this object.
         vars(self).pop("_runner", None)
         self._drafter = None
-
-    def _fail(self, ticket: Ticket, error: XyliteError) -> None:
-        for seq in ticket.sequences:
-            if seq.finish is None:
-                self.scheduler.stop(seq, "error")
-                self._note_end(seq, "abort" if error.code == "shutdown" else "error")
-                ticket.sink.put(TokenEvent(index=seq.index, finish_reason="error", error=error))
-        self._close_if_done(ticket)
 
     # The loop
 
@@ -243,9 +231,9 @@ class Engine:
         step = self._tabulator.build(plan)
         self.tallies.tasks = step.tasks
         for seq in plan.admitted:
-            record = self._records.get(seq.request.id)
-            if record is not None and record.scheduled is None:
-                record.scheduled = now
+            ticket = self._tickets.get(seq.request.id)
+            if ticket is not None and ticket.record.scheduled is None:
+                ticket.record.scheduled = now
         flight = _Flight(plan, step, now)
         if step.num_mask_rows and ahead:
             flight.forwarded = self._device_thread.submit(self._runner.forward, step)
@@ -265,11 +253,9 @@ class Engine:
         for seq in fill_masks(flight.plan, mask):
             _log.error("request %s: its constraint failed", seq.request.id)
             ticket = self._tickets.get(seq.request.id)
-            if ticket is not None:
-                self._fail(
-                    ticket,
-                    EngineError("the request's constraint failed", code="constraint_failed"),
-                )
+            if ticket is not None and seq in ticket.left:
+                error = EngineError("the request's constraint failed", code="constraint_failed")
+                self._fail(ticket, seq, error)
         return mask
 
     def _submit_sampling(self, flight: _Flight) -> None:
@@ -300,12 +286,13 @@ class Engine:
 
     async def _await_result(self, flight: _Flight) -> StepResult | Exception:
         assert flight.result is not None
-        try:
-            result = await asyncio.wait_for(asyncio.shield(flight.result), self._watchdog_s)
-        except TimeoutError:
+        done, _ = await asyncio.wait([flight.result], timeout=self._watchdog_s)
+        if not done:
             _log.error("an iteration runs longer than %.0f s", self._watchdog_s)
             self._die("the device does not answer")
             return EngineError("hung")
+        try:
+            result = flight.result.result()
         except Exception as e:  # noqa: BLE001 - the edge: a step that raises fails its requests
             return e
         now = self._clock()
@@ -395,46 +382,62 @@ class Engine:
 
     def _die(self, why: str) -> None:
         self.state = "dead"
-        error = EngineError(why, code="engine_dead")
-        for ticket in list(self._tickets.values()):
-            self._fail(ticket, error)
         self._idle.set()
         self.dead.set()
+        self._fail_all(EngineError(why, code="engine_dead"))
 
-    # Delivery
+    # Delivery and ends
 
     def _deliver(self, outcomes: Iterable[Outcome]) -> None:
         now = self._clock()
-        ended: list[Ticket] = []
         for seq, event in outcomes:
             ticket = self._tickets.get(seq.request.id)
-            if ticket is None:
+            if ticket is None or seq not in ticket.left:
                 continue
-            try:
-                num, finish = ticket.sink.put(event)
-            except Exception:  # noqa: BLE001 - a sink's fault ends its request, not the engine
-                _log.exception("request %s: its events cannot be delivered", seq.request.id)
-                self._abandon(ticket)
+            taken = self._put(ticket, event)
+            if taken is None:
+                for one in list(ticket.left):
+                    self._end(ticket, one, "error")
                 continue
+            num, finish = taken
             if num:
-                self._note_tokens(self._records[seq.request.id], seq, num, now)
+                self._note_tokens(ticket.record, seq, num, now)
             if finish is not None:
-                if seq.finish is None:
-                    self.scheduler.stop(seq, finish)
-                self._note_end(seq, finish)
-                ended.append(ticket)
-        for ticket in ended:
-            self._close_if_done(ticket)
+                self._end(ticket, seq, finish)
 
-    def _abandon(self, ticket: Ticket) -> None:
-        """End a request whose sink cannot take its events; its reader gets an error."""
-        for seq in ticket.sequences:
+    def _put(self, ticket: Ticket, event: TokenEvent) -> tuple[int, FinishReason | None] | None:
+        """Hand an event to the request's sink. None: it cannot take it, and its reader gets an
+        error instead."""
+        try:
+            return ticket.sink.put(event)
+        except Exception:  # noqa: BLE001 - a sink's fault ends its request, not the engine
+            _log.exception("request %s: its events cannot be delivered", ticket.request.id)
+            ticket.sink.abandon(EngineError("the answer could not be put into words"))
+            return None
+
+    def _fail(self, ticket: Ticket, seq: Sequence, error: XyliteError) -> None:
+        """End a sequence with an error; its reader is told first, whatever else goes wrong."""
+        self._put(ticket, TokenEvent(index=seq.index, finish_reason="error", error=error))
+        self._end(ticket, seq, "abort" if error.code == "shutdown" else "error")
+
+    def _fail_all(self, error: XyliteError) -> None:
+        for ticket in list(self._tickets.values()):
+            for seq in list(ticket.left):
+                try:
+                    self._fail(ticket, seq, error)
+                except Exception:  # noqa: BLE001 - the edge: the others are told all the same
+                    _log.exception("request %s did not end in order", ticket.request.id)
+
+    def _end(self, ticket: Ticket, seq: Sequence, reason: FinishReason) -> None:
+        """A sequence ends, if the scheduler has not ended it; so does its request with the last."""
+        ticket.left.remove(seq)
+        try:
             if seq.finish is None:
-                self.scheduler.stop(seq, "error")
-            self._last_delivery.pop((seq.request.id, seq.index), None)
-        self._records[ticket.request.id].worst("error")
-        ticket.sink.abandon(EngineError("the answer could not be put into words"))
-        self._close_if_done(ticket)
+                self.scheduler.stop(seq, reason)
+        finally:
+            self._note_end(ticket.record, seq, reason)
+            if not ticket.left:
+                self._close(ticket)
 
     def _note_tokens(self, record: RequestRecord, seq: Sequence, num: int, now: float) -> None:
         if record.first_token is None:
@@ -448,12 +451,10 @@ class Engine:
         record.num_output += num
         self.tallies.generation_tokens += num
 
-    def _note_end(self, seq: Sequence, reason: FinishReason) -> None:
-        record = self._records.get(seq.request.id)
-        if record is not None:
-            record.worst(reason)
-            record.num_cached += max(seq.num_cached, 0) if seq.index == 0 else 0
-            record.num_preemptions += seq.num_preemptions
+    def _note_end(self, record: RequestRecord, seq: Sequence, reason: FinishReason) -> None:
+        record.worst(reason)
+        record.num_cached += max(seq.num_cached, 0) if seq.index == 0 else 0
+        record.num_preemptions += seq.num_preemptions
         self._last_delivery.pop((seq.request.id, seq.index), None)
         try:
             if self._drafter is not None:
@@ -461,12 +462,9 @@ class Engine:
         except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
             self._switch_drafting_off()
 
-    def _close_if_done(self, ticket: Ticket) -> None:
-        if any(s.finish is None for s in ticket.sequences):
-            return
-        if self._tickets.pop(ticket.request.id, None) is None:
-            return
-        record = self._records.pop(ticket.request.id)
+    def _close(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request.id]
+        record = ticket.record
         record.ended = self._clock()
         self.tallies.finished[record.finish_reason] += 1
         for observer in self.observers:

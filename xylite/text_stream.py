@@ -142,9 +142,10 @@ class TextStream(EventQueue[TextEvent]):
         ]
 
     async def aclose(self) -> None:
-        """Stop the work and free what it held; does nothing if it has ended."""
+        """Stop the work, free what it held and end the iteration, also one that waits."""
         if self.ticket is not None:
             self.ticket.cancel()
+        self.close()
 
     def put(self, event: TokenEvent) -> tuple[int, FinishReason | None]:
         """Cut a token event's text; called by the engine as tokens come."""

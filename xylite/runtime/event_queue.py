@@ -53,6 +53,11 @@ class EventQueue(Generic[E]):
         self._error = error
         self._wake()
 
+    def close(self) -> None:
+        """No more events come: the reader gets those that are there, and then the end."""
+        self._open = 0
+        self._ready.set()
+
     def _wake(self) -> None:
         if self._wake_by is None:
             self._ready.set()
@@ -72,12 +77,6 @@ class EventQueue(Generic[E]):
             self._ready.clear()
             await self._ready.wait()
         return self._events.popleft()
-
-    def take_ready(self) -> list[E]:
-        """Events that are there already, without waiting."""
-        events = list(self._events)
-        self._events.clear()
-        return events
 
 
 class TokenQueue(EventQueue[TokenEvent]):

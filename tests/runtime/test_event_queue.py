@@ -1,0 +1,56 @@
+"""A queue of events ends for its reader, however it comes to its end."""
+
+import asyncio
+
+import pytest
+
+from xylite.errors import EngineError
+from xylite.runtime.event_queue import TokenQueue
+from xylite.runtime.request import TokenEvent
+from xylite.runtime.turnstile import Turnstile
+
+
+def event(*tokens: int, **fields) -> TokenEvent:
+    return TokenEvent(index=0, tokens=tokens, **fields)
+
+
+async def read(queue: TokenQueue) -> list[tuple[int, ...]]:
+    async with asyncio.timeout(5):
+        return [event.tokens async for event in queue]
+
+
+async def test_it_ends_with_the_last_event_of_every_sequence() -> None:
+    queue = TokenQueue(2)
+    reader = asyncio.ensure_future(read(queue))
+    for made in (event(1), event(2, finish_reason="stop"), event(3, finish_reason="stop")):
+        queue.put(made)
+        await asyncio.sleep(0)
+    assert await reader == [(1,), (2,), (3,)]
+
+
+async def test_an_error_comes_after_what_was_there_and_once() -> None:
+    queue = TokenQueue(1)
+    queue.put(event(1))
+    queue.abandon(EngineError("broken"))
+    assert (await anext(queue)).tokens == (1,)
+    with pytest.raises(EngineError, match="broken"):
+        await anext(queue)
+    assert await read(queue) == []
+
+
+@pytest.mark.parametrize("wake_by", [None, Turnstile(1).call])
+async def test_closing_lets_a_waiting_reader_go(wake_by) -> None:
+    queue = TokenQueue(1, wake_by)
+    reader = asyncio.ensure_future(read(queue))
+    await asyncio.sleep(0)
+    queue.close()
+    assert await reader == []
+
+
+async def test_a_closed_queue_gives_what_it_holds_and_ends() -> None:
+    queue = TokenQueue(3)
+    queue.put(event(1))
+    queue.close()
+    queue.close()
+    assert await read(queue) == [(1,)]
+    assert await read(queue) == []

@@ -117,21 +117,24 @@ def verify(ids: Tensor, parent: Tensor, draft_token: Tensor, depth: Tensor) -> T
     ids [R] drawn; parent, draft_token, depth [R] as in SampleTable.
     """
     first = parent < 0
-    up = parent.clamp(min=0).long()
-    match = first | (ids[up] == draft_token)
-    accepted = match
-    for _ in range(int(depth.max()) if depth.numel() else 0):
-        accepted = match & (first | accepted[up])
+    up = torch.where(first, torch.arange(parent.shape[0], device=parent.device), parent.long())
+    accepted = first | (ids[up] == draft_token)
+    # Twice as many ancestors with each round.
+    for _ in range(int(depth.max()).bit_length() if depth.numel() else 0):
+        accepted = accepted & accepted[up]
+        up = up[up]
     return accepted
 
 
-def logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of ids [R] and of the k most likely tokens under raw logits [R, V].
 
-    Returns ([R] float32, ids [R, K] int32, [R, K] float32), best first, K = min(k, V). The chosen
-    token's value is read from the same tensor, so it equals its own entry among the best exactly.
+    Returns ([R] float32, ids [R, K] int32, [R, K] float32, ranks [R] int32), best first, K =
+    min(k, V). The chosen token's value is read from the same tensor, so it equals its own entry
+    among the best exactly; its rank counts the tokens that are as likely or more so, as vLLM does.
     """
     logp = logits.float().log_softmax(-1)
     chosen = logp.gather(1, ids.long()[:, None])[:, 0]
     top, top_ids = logp.topk(min(k, logp.shape[1]))
-    return chosen, top_ids.int(), top
+    rank = (logp >= chosen[:, None]).sum(-1)
+    return chosen, top_ids.int(), top, rank.int()

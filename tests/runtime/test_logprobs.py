@@ -1,5 +1,7 @@
 """Scores of a prompt are kept as arrays and become objects where they are read."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -40,3 +42,21 @@ def test_nothing_is_made_before_it_is_read(monkeypatch):
     scores.add(1, rows(1, 10), 0, 10)
     assert made == []
     assert len(scores[3:5]) == 2 and made == [3, 4]
+
+
+def test_an_entry_costs_the_same_in_however_many_pieces_the_prompt_came():
+    num = 4096  # a long prompt comes in thousands of pieces
+
+    def seconds_to_read(step: int) -> float:
+        scores = PromptLogprobs(range(num + 1), top=0)
+        for i in range(1, num + 1, step):
+            scores.add(i, rows(i, step), 0, step)
+        assert [e.token for e in scores[1:9]] == list(range(1, 9)) and len(scores) == num + 1
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            assert len(scores[1:101]) == 100
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert seconds_to_read(1) < 5 * seconds_to_read(num), "30 times if pieces are searched in turn"

@@ -1,5 +1,6 @@
 """Log-probabilities of tokens, from an iteration's arrays to what a reader gets."""
 
+from bisect import bisect_right
 from collections.abc import Sequence as Reads
 from typing import overload
 
@@ -20,12 +21,13 @@ class PromptLogprobs(Reads[TokenLogprob | None]):
     on an event loop does so in slices.
     """
 
-    __slots__ = ("_end", "_parts", "_tokens", "_top")
+    __slots__ = ("_end", "_firsts", "_parts", "_tokens", "_top")
 
     def __init__(self, tokens: Reads[int], top: int):
         self._tokens = tokens
         self._top = top
-        self._parts: list[tuple[int, LogprobRows]] = []  # (position of the first row, rows)
+        self._parts: list[LogprobRows] = []
+        self._firsts: list[int] = []  # position of each part's first row
         self._end = 1
 
     def add(self, position: int, rows: LogprobRows, start: int, num: int) -> None:
@@ -36,7 +38,8 @@ class PromptLogprobs(Reads[TokenLogprob | None]):
             return
         cut = slice(start + known, start + num)
         part = LogprobRows(rows.chosen[cut], rows.top_ids[cut], rows.top[cut])
-        self._parts.append((self._end, part))
+        self._parts.append(part)
+        self._firsts.append(self._end)
         self._end += num - known
 
     def __len__(self) -> int:
@@ -54,7 +57,8 @@ class PromptLogprobs(Reads[TokenLogprob | None]):
         return self._entry(index % self._end)
 
     def _entry(self, position: int) -> TokenLogprob | None:
-        for first, rows in reversed(self._parts):
-            if first <= position:
-                return token_logprob(rows, position - first, self._tokens[position], self._top)
-        return None
+        part = bisect_right(self._firsts, position) - 1
+        if part < 0:
+            return None
+        row = position - self._firsts[part]
+        return token_logprob(self._parts[part], row, self._tokens[position], self._top)

@@ -146,6 +146,7 @@ class ToyExecutor:
             -ids.astype(np.float32),
             np.repeat(ids[:, None], k, axis=1),
             np.repeat(-ids[:, None].astype(np.float32), k, axis=1),
+            np.ones(len(ids), np.int32),
         )
 
     @staticmethod
@@ -154,7 +155,8 @@ class ToyExecutor:
             return None
         n, k = len(step.prompt_rows), step.num_prompt_logprobs
         chosen = -(tokens[step.prompt_rows] * 1000.0 + step.prompt_targets).astype(np.float32)
-        return LogprobRows(chosen, np.zeros((n, k), np.int32), np.zeros((n, k), np.float32))
+        none = np.zeros((n, k), np.int32), np.zeros((n, k), np.float32)
+        return LogprobRows(chosen, *none, np.ones(n, np.int32))
 
 
 def next_token(

@@ -25,13 +25,18 @@ from xylite.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """Log-probability of one delivered token, or of an alternative (then `top` is empty)."""
+    """Log-probability of one delivered token, or of an alternative (then `top` is empty).
+
+    rank  the token's place among all, 1 = the most likely; None for an alternative, as `top` is in
+          that order
+    """
 
     token: str
     token_id: int
     logprob: float
     bytes: bytes
     top: tuple["TextLogprob", ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +71,13 @@ class TextEvent:
 def _text_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> TextLogprob:
     """The entry with its tokens as text."""
 
-    def one(token: int, logprob: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+    def one(
+        token: int, logprob: float, top: tuple[TextLogprob, ...] = (), rank: int | None = None
+    ) -> TextLogprob:
         data = tokenizer.token_bytes(token)
-        return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top)
+        return TextLogprob(data.decode("utf-8", "replace"), token, logprob, data, top, rank)
 
-    return one(entry.token, entry.logprob, tuple(one(t, p) for t, p in entry.top))
+    return one(entry.token, entry.logprob, tuple(one(t, p) for t, p in entry.top), entry.rank)
 
 
 class _PromptLogprobs(Sequence[TextLogprob | None]):

@@ -319,6 +319,23 @@ async def test_echoed_prompt_is_scored_the_same_with_and_without_cached_blocks(c
     assert warm["tokens"] == cold["tokens"] and "".join(warm["tokens"][:403]) == LONG
 
 
+async def test_ranks_of_prompt_tokens_do_not_end_where_the_alternatives_do(client):
+    """As many ranks are known as the alternatives asked for show, and all are the same."""
+
+    async def ranks(top):
+        answer = await client.complete(LONG[:200], 1, prompt_logprobs=top, return_token_ids=True)
+        (choice,) = answer["choices"]
+        tokens = choice["prompt_token_ids"]
+        rows = choice["prompt_logprobs"]
+        assert rows[0] is None
+        for row in rows[1:]:
+            assert sorted(entry["rank"] for entry in row.values())[:top] == [*range(1, top + 1)]
+        return [row[str(token)]["rank"] for token, row in zip(tokens[1:], rows[1:], strict=True)]
+
+    most, least = await ranks(20), await ranks(0)
+    assert most == least and max(least) > 20
+
+
 async def test_prompt_is_scored_without_generating_anything(client):
     answer = await client.complete(ALPHA, 0, echo=True, logprobs=0)
     assert answer["choices"][0]["text"] == ALPHA

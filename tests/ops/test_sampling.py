@@ -338,13 +338,19 @@ def test_logprobs_are_those_of_the_softmax_and_chosen_equals_its_place_in_the_to
     x = logits(6, seed=9)
     ids = x.argmax(-1)
     ids[3] = int(x[3].argmin())
-    chosen, top_ids, top = logprobs(x, ids, 4)
+    chosen, top_ids, top, rank = logprobs(x, ids, 4)
     expected = x.double().log_softmax(-1)
     torch.testing.assert_close(top.double(), expected.topk(4).values)
     assert torch.equal(top_ids.long(), expected.topk(4).indices)
     torch.testing.assert_close(chosen.double(), expected.gather(1, ids[:, None])[:, 0])
     assert torch.equal(chosen[:3], top[:3, 0])
     assert chosen.dtype == top.dtype == torch.float32 and top_ids.dtype == torch.int32
+    assert rank.tolist() == [1, 1, 1, V, 1, 1] and rank.dtype == torch.int32
     assert logprobs(x, ids, 0)[2].shape == (6, 0)
     assert logprobs(x, ids, 99)[2].shape == (6, V)
     assert logprobs(x[:0], ids[:0], 3)[2].shape == (0, 3)
+
+
+def test_rank_of_a_token_counts_those_as_likely_as_it():
+    x = torch.tensor([[5.0, 1.0, 1.0, 4.0, 1.0, 0.0]])
+    assert [int(logprobs(x, torch.tensor([i]), 2)[3]) for i in range(6)] == [1, 5, 5, 2, 5, 6]

@@ -15,7 +15,9 @@ def rows(first: int, num: int) -> LogprobRows:
     """Rows that score the tokens at positions [first, first + num), two alternatives each."""
     at = np.arange(first, first + num)
     ids = np.stack([at, at + 50], 1).astype(np.int32)
-    return LogprobRows(-at.astype(np.float32), ids, -ids.astype(np.float32))
+    return LogprobRows(
+        -at.astype(np.float32), ids, -ids.astype(np.float32), at.astype(np.int32) + 7
+    )
 
 
 def test_pieces_of_any_cut_join_and_what_is_computed_again_is_left_out():
@@ -28,6 +30,7 @@ def test_pieces_of_any_cut_join_and_what_is_computed_again_is_left_out():
     assert len(scores) == len(PROMPT)
     assert [e and e.token for e in scores] == [None, *PROMPT[1:]]
     assert [e.logprob for e in scores[1:]] == [-float(i) for i in range(1, 11)]
+    assert [e.rank for e in scores[1:]] == [i + 7 for i in range(1, 11)]
     assert [e.top for e in scores[1:]] == [((i, -float(i)),) for i in range(1, 11)]
     assert scores[-1] == scores[10] and scores[2:6] == tuple(scores[i] for i in range(2, 6))
     with pytest.raises(IndexError):

@@ -84,7 +84,7 @@ async def prompt_entries(entries: Sequence[TextLogprob | None], turns: Turnstile
 def _prompt_row(entry: TextLogprob | None) -> dict[str, dict[str, Any]] | None:
     if entry is None:
         return None
-    row: dict[str, dict[str, Any]] = {str(entry.token_id): _prompt_token(entry, None)}
+    row: dict[str, dict[str, Any]] = {str(entry.token_id): _prompt_token(entry, entry.rank)}
     for rank, top in enumerate(entry.top, 1):
         row[str(top.token_id)] = _prompt_token(top, rank)
     return row

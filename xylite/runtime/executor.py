@@ -324,9 +324,9 @@ def _numpy(x: Tensor) -> np.ndarray:
     return x.cpu().numpy()
 
 
-def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> LogprobRows:
-    chosen, top_ids, top = (torch.cat(x) for x in zip(*parts, strict=True))
-    return LogprobRows(_numpy(chosen), _numpy(top_ids), _numpy(top))
+def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> LogprobRows:
+    chosen, top_ids, top, rank = (_numpy(torch.cat(x)) for x in zip(*parts, strict=True))
+    return LogprobRows(chosen=chosen, top_ids=top_ids, top=top, rank=rank)
 
 
 def _finite(step: Step, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:

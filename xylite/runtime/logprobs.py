@@ -11,7 +11,9 @@ from xylite.runtime.step import LogprobRows
 def token_logprob(rows: LogprobRows, row: int, token: int, top: int) -> TokenLogprob:
     """The entry of `token`, whose row it is, and of the `top` most likely."""
     alternatives = zip(rows.top_ids[row, :top].tolist(), rows.top[row, :top].tolist(), strict=True)
-    return TokenLogprob(token, float(rows.chosen[row]), tuple(alternatives))
+    return TokenLogprob(
+        token, float(rows.chosen[row]), tuple(alternatives), rank=int(rows.rank[row])
+    )
 
 
 class PromptLogprobs(Reads[TokenLogprob | None]):
@@ -37,7 +39,7 @@ class PromptLogprobs(Reads[TokenLogprob | None]):
         if not 0 <= known < num:
             return
         cut = slice(start + known, start + num)
-        part = LogprobRows(rows.chosen[cut], rows.top_ids[cut], rows.top[cut])
+        part = LogprobRows(rows.chosen[cut], rows.top_ids[cut], rows.top[cut], rows.rank[cut])
         self._parts.append(part)
         self._firsts.append(self._end)
         self._end += num - known

@@ -140,11 +140,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token, and of the most likely ones at its place, best first."""
+    """Log-probability of one token, and of the most likely ones at its place, best first.
+
+    rank  the token's place among all, 1 = the most likely; of equally likely ones the last
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

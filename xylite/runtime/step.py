@@ -186,6 +186,7 @@ class LogprobRows:
     chosen: F32  # [rows]
     top_ids: I32  # [rows, K]
     top: F32  # [rows, K]
+    rank: I32  # [rows] how many tokens are as likely as the chosen one or more so, itself included
 
 
 @dataclass(frozen=True, slots=True, eq=False)

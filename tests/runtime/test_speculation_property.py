@@ -153,7 +153,7 @@ def test_the_prefix_cache_holds_the_same_after_drafts(block_size):
 
 
 class Generous(ToyExecutor):
-    """Accepts every seventh wrong draft token."""
+    """Accepts every third wrong draft token."""
 
     num_wrong = 0
 
@@ -163,14 +163,14 @@ class Generous(ToyExecutor):
         for r in np.flatnonzero(s.parent >= 0).tolist():
             if drawn[s.parent[r]] != s.draft_token[r]:
                 self.num_wrong += 1
-                if self.num_wrong % 7 == 0:
+                if self.num_wrong % 3 == 0:
                     drawn[s.parent[r]] = s.draft_token[r]
         return super()._verify(step, drawn)
 
 
 def test_a_biased_acceptance_would_be_noticed():
     # The first counterexample will do: no shrinking.
-    @settings(max_examples=100, phases=[Phase.generate], database=None)
+    @settings(max_examples=100, phases=[Phase.generate], derandomize=True, database=None)
     @given(st.data(), st.integers(0, 2**32))
     def check(data, seed):
         run_world(data, ngram.make(OPTIONS), random.Random(seed), Generous)

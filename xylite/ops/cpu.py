@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from xylite import config
+from xylite import config, tree
 from xylite.errors import ConfigError
 from xylite.kernels_cpu import build, tuning
 from xylite.kernels_cpu.blocks import GGUF
@@ -256,6 +256,22 @@ class _Table:
             )  # fmt: skip
         return kv
 
+    # Whole blocks by numpy: the threads that torch would wake for each of the copies go on spinning
+    # for a while, on the cores that the kernels' threads want.
+
+    def copy_blocks(self, kv: KVCache, src: Tensor, dst: Tensor) -> KVCache:
+        read, written = src.numpy(), dst.numpy()
+        for leaf in tree.leaves(kv):
+            blocks = leaf.view(torch.uint8).numpy()
+            blocks[written] = blocks[read]
+        return kv
+
+    def zero_blocks(self, kv: KVCache, blocks: Tensor) -> KVCache:
+        cleared = blocks.numpy()
+        for leaf in tree.leaves(kv):
+            leaf.view(torch.uint8).numpy()[cleared] = 0
+        return kv
+
     # Sampling
 
     def sample(
@@ -352,6 +368,8 @@ def table_of(
         qk_norm_rope_append=own.qk_norm_rope_append,
         attention=own.attention,
         move_slots=own.move_slots,
+        copy_blocks=own.copy_blocks,
+        zero_blocks=own.zero_blocks,
         sample=own.sample,
         finite=own.finite,
         replayed=Replays(kernels, own.packer),

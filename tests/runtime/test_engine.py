@@ -228,6 +228,23 @@ async def test_request_beyond_the_queue_is_refused_at_once():
         assert engine.snapshot()["rejections"] == {"max_num_queued_reqs": 1}
 
 
+async def test_who_is_refused_waits_less_where_most_of_a_prompt_is_found_computed():
+    async with toy_engine(max_num_seqs=1, max_queued=1) as (engine, runner):
+        runner.open.clear()
+        asked = [ask(engine, "first", [1]), ask(engine, "second", [2] * 35)]
+        counters = engine.scheduler.counters
+        counters.step_tokens, engine.tallies.step_seconds = 10, 1.0
+        waits = []
+        for counters.prefix_queries, counters.prefix_hits in ((0, 0), (100, 0), (100, 75)):
+            with pytest.raises(Overloaded) as refused:
+                ask(engine, "too many", [3])
+            waits.append(refused.value.retry_after_s)
+        assert waits == [pytest.approx(s) for s in ((36 + 64) / 10, (36 + 64) / 10, (9 + 64) / 10)]
+        runner.open.set()
+        for _, queue, _ in asked:
+            await read(queue)
+
+
 async def test_drain_lets_running_requests_end_and_takes_no_new_ones():
     async with toy_engine() as (engine, runner):
         runner.open.clear()

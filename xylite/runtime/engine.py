@@ -162,12 +162,17 @@ class Engine:
         self._wake.set()
 
     def _drain_estimate_s(self) -> float:
-        """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s."""
+        """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s.
+
+        Waiting prompts are matched only when they are planned, so as much of them is taken to be in
+        the prefix tree already as of those before.
+        """
         counters = self.scheduler.counters
         done = counters.step_tokens
         if not done or not self.tallies.step_seconds:
             return 1.0
-        ahead = sum(s.remaining for s in self.scheduler.waiting) + 64
+        fresh = 1 - counters.prefix_hits / max(counters.prefix_queries, 1)
+        ahead = fresh * sum(s.remaining for s in self.scheduler.waiting) + 64
         return min(max(ahead * self.tallies.step_seconds / done, 1.0), 60.0)
 
     async def drain(self, timeout_s: float) -> None:

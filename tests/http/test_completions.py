@@ -215,6 +215,10 @@ async def test_prompts_can_be_truncated_on_request(connect: Connect) -> None:
         body = {"prompt": "abc", "truncate_prompt_tokens": bad}
         error = await error_of(await client.post(TEXT, json=body), 400)
         assert error["param"] == "truncate_prompt_tokens"
+    for more in ({}, {"truncate_prompt_tokens": 2}):
+        body = {"prompt": "abc", "truncation_side": "rigth", **more}
+        error = await error_of(await client.post(TEXT, json=body), 400)
+        assert error["param"] == "truncation_side" and "'rigth'" in error["message"]
 
 
 async def test_all_prompts_are_queued_or_none(connect: Connect) -> None:

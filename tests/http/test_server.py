@@ -291,25 +291,45 @@ async def test_broken_http_is_logged_in_one_line(caplog: pytest.LogCaptureFixtur
     [
         (b"GARBAGE\r\n\r\n", "Invalid method encountered"),
         (b"GET / HTTP/1.1\r\n\r\n", "Missing 'Host' header"),
-        (b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 20_000), "8190 bytes"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", "Content-Length"),
     ],
 )
 async def test_what_is_no_http_gets_an_error_in_the_usual_form(sent: bytes, said: str) -> None:
+    await check_refused(sent, said, "400 Bad Request", "bad_request")
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 20_000), "8190 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: %s\r\n\r\n" % (b"a" * 20_000), "8190 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (b"A: a\r\n" * 2000), "Too many headers"),
+    ],
+    ids=["line", "header", "headers"],
+)
+async def test_headers_that_are_too_large_are_431_and_not_sent_back(sent: bytes, said: str) -> None:
+    body = await check_refused(
+        sent, said, "431 Request Header Fields Too Large", "headers_too_large"
+    )
+    assert "aaa" not in body
+
+
+async def check_refused(sent: bytes, said: str, status: str, code: str) -> str:
     async with serving(FakeEngine()) as (url, _):
         head, body = await exchange(url, sent)
-    assert head.startswith("HTTP/1.0 400 ")
+    assert head.startswith(f"HTTP/1.0 {status}\r\n")
     error = json.loads(body)["error"]
     assert said in error["message"]
     assert {**error, "message": ""} == {
         "message": "",
         "type": "invalid_request_error",
         "param": None,
-        "code": "bad_request",
+        "code": code,
     }
     assert re.search(r"\nX-Request-Id: [0-9a-f]{32}\r\n", head)
     assert "\nServer: xylite\r\n" in head
     assert "aiohttp" not in head
+    return body
 
 
 async def test_a_body_that_is_not_the_gzip_it_claims_is_415_and_no_error_in_the_log(

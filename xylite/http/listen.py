@@ -11,6 +11,7 @@ import ssl
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from xylite.config import ServerConfig
 from xylite.errors import ConfigError, EngineError, XyliteError, file_reason
@@ -131,7 +132,13 @@ class Connection(web.RequestHandler):
         super().handle_error(request, status, exc, message)
         said = " ".join((message or "").split()).removesuffix(" ^")  # aiohttp points at bytes
         error: XyliteError = EngineError("internal error")
-        if status < 500:
+        if isinstance(exc, LineTooLong) or said.startswith("Too many headers"):
+            # Without the bytes that aiohttp shows: nobody needs them back.
+            said = said.split(" when reading")[0]
+            error = HttpError(
+                431, f"the request line and headers are too large: {said}", code="headers_too_large"
+            )
+        elif status < 500:
             error = HttpError(status, f"this is not an HTTP request: {said}", code="bad_request")
         answer = error_response(error)
         answer.headers["X-Request-Id"] = secrets.token_hex(16)

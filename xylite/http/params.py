@@ -149,6 +149,11 @@ async def banned_tokens(engine: TextEngine, words: Sequence[str] | None) -> list
 
 async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -> Prompt:
     """The prompt cut to truncate_prompt_tokens, if that is asked for."""
+    side = asked.truncation_side or "left"
+    if side not in ("left", "right"):
+        raise RequestError(
+            f"truncation_side must be 'left' or 'right', got {side[:40]!r}", param="truncation_side"
+        )
     keep = whole("truncate_prompt_tokens", asked.truncate_prompt_tokens)
     if keep is None:
         return prompt
@@ -159,11 +164,6 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
         raise RequestError(
             f"truncate_prompt_tokens must be -1 or in [1, {longest}], got {keep}",
             param="truncate_prompt_tokens",
-        )
-    side = asked.truncation_side or "left"
-    if side not in ("left", "right"):
-        raise RequestError(
-            f"truncation_side must be 'left' or 'right', got {side[:40]!r}", param="truncation_side"
         )
     ids = prompt.content
     if isinstance(ids, str):

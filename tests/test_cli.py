@@ -19,7 +19,7 @@ import pytest
 import xylite
 from tests.http.fake_engine import FakeEngine
 from xylite import cli
-from xylite.config import EngineConfig, ServerConfig
+from xylite.config import DRAFT_TOKENS, EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -279,7 +279,7 @@ def test_the_summary_says_quantisation_drafts_and_what_cut_the_context():
     )
     text = cli.summary(engine, "http://127.0.0.1:1", ServerConfig())
     assert "weights  int8\n" in text
-    assert "drafts   ngram, up to 8 tokens\n" in text
+    assert f"drafts   ngram, up to {DRAFT_TOKENS['ngram']} tokens\n" in text
     assert "context  1024 tokens (all that KV holds), at most 128 sequences\n" in text
     assert "64 blocks of 16" in text
     plain = FakeEngine()

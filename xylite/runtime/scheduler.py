@@ -143,12 +143,14 @@ class Scheduler(Queues):
         turn = decodes[:share]
         spare = share - len(turn)
         used = 0
+        needed = sum(self._missing(s, s.num_planned + 1) for s in turn)  # blocks without drafts
         for seq in turn:
+            needed -= self._missing(seq, seq.num_planned + 1)
             if seq.row < 0:  # preempted for one served before it
                 continue
             draft = self._cut_draft(seq, spare)
             num = 1 + (len(draft) if draft else 0)
-            if draft is not None and not self._reserve(seq, seq.num_planned + num):
+            if self._missing(seq, seq.num_planned + num) > self.blocks.num_free - needed:
                 draft, num = None, 1  # nobody is preempted for the sake of a draft
             while not self._reserve(seq, seq.num_planned + num):
                 if ahead:
@@ -187,10 +189,14 @@ class Scheduler(Queues):
             self.preempt(seq)
         return False
 
+    def _missing(self, seq: Sequence, length: int) -> int:
+        """Blocks that the sequence lacks for `length` tokens."""
+        return max(0, -(-length // self.blocks.block_size) - len(seq.blocks))
+
     def _reserve(self, seq: Sequence, length: int) -> bool:
         """Blocks for `length` tokens; False if there are not enough."""
-        missing = -(-length // self.blocks.block_size) - len(seq.blocks)
-        if missing <= 0:
+        missing = self._missing(seq, length)
+        if not missing:
             return True
         taken = self.blocks.take(missing)
         if taken is None:
@@ -218,6 +224,7 @@ class Scheduler(Queues):
     ) -> None:
         """Chunks of prompts, and of sequences that compute again after a preemption."""
         full = budget
+        curbed: Chunk | None = None
         claimed = sum(map(self._claim, self.running)) if self.waiting and self.free_rows else 0
         tries = MAX_TRIES
         for i, seq in enumerate(prefills):
@@ -234,7 +241,8 @@ class Scheduler(Queues):
             num_copies = len(plan.copies)
             self._match(plan, seq)
             want = min(seq.remaining, budget)
-            if budget == full and want < seq.remaining and i + 1 < len(prefills):
+            is_curbed = budget == full and want < seq.remaining and i + 1 < len(prefills)
+            if is_curbed:
                 want = max(budget - full // LONG_SHARE, 1)
             if budget < full and self._leaves_to_others(seq, want):
                 claimed += self._claim(seq)
@@ -252,6 +260,18 @@ class Scheduler(Queues):
             self.blocks.publish(seq, plan.number)
             claimed += self._claim(seq)
             budget -= num
+            curbed = plan.chunks[-1] if is_curbed else curbed
+        if curbed is not None and budget > 0:
+            self._lengthen(plan, curbed, budget)
+
+    def _lengthen(self, plan: Plan, chunk: Chunk, budget: int) -> None:
+        """Let a chunk that left tokens to those behind have the `budget` that they did not take."""
+        seq = chunk.seq
+        plan.chunks.remove(chunk)
+        seq.num_planned = chunk.start
+        want = self._whole_blocks(seq, min(chunk.num + budget, seq.remaining), alone=False)
+        self._append(plan, seq, self._fit(seq, max(want, chunk.num)), None)
+        self.blocks.publish(seq, plan.number)
 
     def _whole_blocks(self, seq: Sequence, num: int, *, alone: bool) -> int:
         """`num` cut to a block's end where that costs little: others can use whole blocks only."""
@@ -281,7 +301,7 @@ class Scheduler(Queues):
         """Blocks that a running sequence will take before long."""
         if seq.remaining <= 1:
             return 1
-        return max(0, -(-len(seq.tokens) // self.blocks.block_size) - len(seq.blocks))
+        return self._missing(seq, len(seq.tokens))
 
     def _admit(self, plan: Plan, seq: Sequence, claimed: int) -> bool:
         """Give a waiting sequence a row if its tokens so far can be expected to fit beside the

@@ -5,10 +5,11 @@ import pytest
 
 from tests.toy import toy_request
 from xylite.runtime.chances import (
-    COMMON_RANGE,
     FADING,
     FIRST_GUESS,
     LEAST_MATCH,
+    LEAST_SHARE,
+    MOST,
     NUM_LEVELS,
     Chances,
     levels,
@@ -45,7 +46,7 @@ def test_the_level_of_a_token_is_that_of_the_match_it_continues():
 def test_of_a_new_sequence_longer_matches_are_trusted_more():
     chances, seq = Chances(), sequence("r")
     assert first(chances, seq, 1) < first(chances, seq, 2) < first(chances, seq, 20)
-    expected = np.cumprod(np.clip([FIRST_GUESS[i] for i in (2, 3, 4, 5)], *COMMON_RANGE))
+    expected = np.cumprod([FIRST_GUESS[i] for i in (2, 3, 4, 5)])
     assert chances.of([seq], np.array([2]), 4)[0] == pytest.approx(expected)
 
 
@@ -77,8 +78,8 @@ def test_all_together_never_rule_a_draft_out_nor_call_it_certain():
     for i in range(100):
         verify(chances, sequence(f"r{i}"), 2, 0, 1, times=3)
         verify(chances, sequence(f"s{i}"), 20, 9, 9, times=3)
-    assert first(chances, sequence("new"), 2) == pytest.approx(COMMON_RANGE[0])
-    assert first(chances, sequence("new"), 20) == pytest.approx(COMMON_RANGE[1])
+    assert first(chances, sequence("new"), 2) == pytest.approx(LEAST_SHARE * FIRST_GUESS[2])
+    assert first(chances, sequence("new"), 20) == pytest.approx(MOST)
 
 
 def test_without_drafts_what_was_learnt_of_a_sequence_fades():
@@ -87,7 +88,7 @@ def test_without_drafts_what_was_learnt_of_a_sequence_fades():
     low = first(chances, seq, 2)
     for _ in range(round(3 / (1 - FADING))):
         chances.fade([seq])
-    assert first(chances, seq, 2) > max(2 * low, COMMON_RANGE[0] / 2)
+    assert first(chances, seq, 2) > 2 * low
 
 
 def test_a_forgotten_sequence_leaves_its_row_clean():

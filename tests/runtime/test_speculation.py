@@ -274,12 +274,14 @@ async def test_ended_sequences_are_forgotten():
     assert not world.drafter.is_active
 
 
-def test_costs_between_measured_sizes_are_interpolated_and_beyond_them_flat():
+def test_costs_between_measured_sizes_are_interpolated_and_beyond_them_rise_by_half_as_much():
     costs = StepCosts()
     for _ in range(MIN_SAMPLES):
         costs.add(1, 1.0)
+    assert costs.seconds(np.array([1, 5])).tolist() == [1.0, 1.0]
+    for _ in range(MIN_SAMPLES):
         costs.add(9, 3.0)
-    assert costs.seconds(np.array([1, 5, 9, 100])).tolist() == [1.0, 2.0, 3.0, 3.0]
+    assert costs.seconds(np.array([1, 5, 9, 17])).tolist() == [1.0, 2.0, 3.0, 4.0]
     assert costs.largest_trial == 18
 
 

@@ -19,9 +19,10 @@ NUM_LEVELS: Final = len(LEAST_MATCH)
 MEMORY: Final = 0.95  # weight of what was known when a draft token was verified
 FADING: Final = 0.98  # the same for a token without a draft: after a while it is tried again
 PRIOR_WEIGHT: Final = 4.0  # draft tokens of its own from which a sequence counts as much as all
-COMMON_WEIGHT: Final = 5.0
+COMMON_WEIGHT: Final = 10.0  # draft tokens that the first guess counts as
 COMMON_MEMORY: Final = 0.98
-COMMON_RANGE: Final = (0.2, 0.95)
+LEAST_SHARE: Final = 0.5  # all together are never trusted less than this share of the first guess
+MOST: Final = 0.95
 
 
 def levels(matches: np.ndarray, depth: int) -> np.ndarray:
@@ -39,6 +40,7 @@ class Chances:
         self._accepted = np.zeros((0, NUM_LEVELS))
         self._tried = np.zeros((0, NUM_LEVELS))
         self._common_accepted = COMMON_WEIGHT * np.array(FIRST_GUESS)
+        self._least = LEAST_SHARE * np.array(FIRST_GUESS)
         self._common_tried = np.full(NUM_LEVELS, COMMON_WEIGHT)
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class Chances:
     def of(self, sequences: SequenceOf[Sequence], matches: np.ndarray, depth: int) -> np.ndarray:
         """[S, depth] the chance that the draft token at each depth and all before it are accepted,
         of drafts that continue matches of `matches` [S] tokens."""
-        common = (self._common_accepted / self._common_tried).clip(*COMMON_RANGE)
+        common = (self._common_accepted / self._common_tried).clip(self._least, MOST)
         rows = [self._row(s) for s in sequences]
         known = (self._accepted[rows] + PRIOR_WEIGHT * common) / (self._tried[rows] + PRIOR_WEIGHT)
         return np.take_along_axis(known, levels(matches, depth), axis=1).cumprod(axis=1)

@@ -23,7 +23,8 @@ from xylite.runtime.sequence import Sequence
 
 FRESH_STEPS = 512  # a measurement older than this is made again
 MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up on first use
-MIN_GAIN = 1.02  # expected speed-up below which drafting is left alone
+BEYOND = 0.5  # cost of a token beyond the sizes measured, of that of the last ones measured
+MIN_GAIN = 1.05  # expected speed-up below which drafting is left alone
 
 ONSET_RATE = 0.1
 YIELD_MEMORY = 0.995
@@ -62,8 +63,9 @@ class _Mean:
 class StepCosts:
     """Seconds of an iteration of decode and verify chunks, by its number of tokens.
 
-    Sizes that were not measured lately are taken from their neighbours, and beyond the largest
-    measured size tokens are free: so new sizes are tried.
+    Sizes that were not measured lately are taken from their neighbours. Beyond the largest measured
+    size a token is taken to cost half of what the last ones did: so new sizes are tried, but not
+    where the device was found to be compute bound.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,12 @@ class StepCosts:
 
     def seconds(self, num_tokens: np.ndarray) -> np.ndarray:
         """Estimates for several sizes, some size being known."""
-        return np.interp(num_tokens, *self._known())
+        sizes, values = self._known()
+        inside = np.interp(num_tokens, sizes, values)
+        if len(sizes) < 2:
+            return inside
+        slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
+        return inside + BEYOND * slope * np.maximum(num_tokens - sizes[-1], 0)
 
     def plain(self, batch: int) -> float:
         return float(self.seconds(np.array([batch]))[0]) if self.knows(batch) else 0.0

@@ -115,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Positive | None, about("KV blocks, exactly; wins over the memory settings.", "cache")
     ] = None
     max_num_seqs: Annotated[
-        int, about("Sequences that may run at the same time.", "scheduler", ge=1)
+        int, about("Sequences that may run at the same time.", "scheduler", ge=1, le=65536)
     ] = 128
     max_num_batched_tokens: Annotated[
         Positive | None,

@@ -15,9 +15,8 @@ from xylite.runtime.build import build
 
 def parts(path, **settings):
     write_small_model(path)
-    config = EngineConfig(
-        model=str(path), load_format="dummy", num_blocks=8, max_num_batched_tokens=64, **settings
-    )
+    given = {"num_blocks": 8, "max_num_batched_tokens": 64, **settings}
+    config = EngineConfig(model=str(path), load_format="dummy", **given)
     return build(config, open_checkpoint(str(path), with_weights=False), 49152)
 
 
@@ -84,3 +83,13 @@ def test_int8_kv_takes_the_memory_that_the_settings_say(tmp_path):
 def test_batch_invariance_is_refused_where_no_kernel_gives_it(tmp_path):
     with pytest.raises(ConfigError, match="batch_invariant"):
         parts(tmp_path, device="reference", batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_blocks", 10**7), ("num_blocks", 10**15), ("kv_cache_memory_bytes", 100 * 2**40)],
+)
+def test_more_kv_than_the_machine_can_hold_is_refused_by_name(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"^{name} asks for .* blocks fit at most") as e:
+        parts(tmp_path, **{"num_blocks": None, name: value})
+    assert e.value.param == name

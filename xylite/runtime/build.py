@@ -308,6 +308,7 @@ def _num_blocks(
     block_bytes  of one block, in the model's cache and the draft model's
     """
     if config.num_blocks is not None:
+        _check_there_is_memory(table, "num_blocks", config.num_blocks, block_bytes)
         return config.num_blocks
     if config.kv_cache_memory_bytes is not None:
         num = config.kv_cache_memory_bytes // block_bytes
@@ -317,6 +318,7 @@ def _num_blocks(
                 f"{block_size} tokens takes {block_bytes} bytes",
                 param="kv_cache_memory_bytes",
             )
+        _check_there_is_memory(table, "kv_cache_memory_bytes", num, block_bytes)
         return num
     free, total = table.device.memory()
     usable = int(free * config.device_memory_utilization)
@@ -331,6 +333,20 @@ def _num_blocks(
             param="device_memory_utilization",
         )
     return num
+
+
+def _check_there_is_memory(table: Ops, name: str, num_blocks: int, block_bytes: int) -> None:
+    """ConfigError if a setting asks for more KV blocks than the device can ever hold."""
+    free, total = table.device.memory()
+    # The system gives pages as they are used, and may free others until then.
+    most = total if table.device.kind == "cpu" else free
+    if num_blocks * block_bytes > most:
+        raise ConfigError(
+            f"{name} asks for {num_blocks} KV blocks of {block_bytes} bytes, together "
+            f"{num_blocks * block_bytes / 2**30:.2f} GiB, but {table.name} has {most / 2**30:.2f} "
+            f"GiB: {most // block_bytes} blocks fit at most",
+            param=name,
+        )
 
 
 def _fit_to_blocks(config: EngineConfig, max_len: int, num_tokens: int) -> int:

@@ -11,12 +11,17 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """How groups of a weight are stored: value = scale * (q - zero) + min, see src/quant.cpp."""
+    """How groups of a weight are stored: value = scale * (q - zero) + min, see src/quant.cpp.
+
+    turned  the values are those of the weight's groups times a Hadamard matrix, see
+            src/activations.h
+    """
 
     bits: int
     group: int
     zero: int
     has_min: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +40,7 @@ class Quantized:
 
 
 GROUP: Final = 64  # where the choice is ours: half the scales of 32 at the same perplexity
-INT8: Final = QuantFormat(bits=8, group=GROUP, zero=128)
+INT8: Final = QuantFormat(bits=8, group=GROUP, zero=128, turned=True)
 INT4: Final = QuantFormat(bits=4, group=32, zero=0, has_min=True)
 
 # GGUF's block types of 32 values that these kernels take as they are.

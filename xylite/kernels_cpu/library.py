@@ -25,18 +25,18 @@ ACT: Final = {None: 0, "silu": 1, "gelu_tanh": 2}
 _PRODUCT: Final = "8qd2q"
 _STRUCTS: Final = {
     "xl_linear": "4q" + _PRODUCT,
-    "xl_quant_linear": "7q" + _PRODUCT,
+    "xl_quant_linear": "8q" + _PRODUCT,
     "xl_add_rms_norm": "9qd",
     "xl_rope_append": "17qd",
     "xl_attention": "23q2d10q",
     "xl_gather": "7q",
-    "xl_quant_gather": "10q",
+    "xl_quant_gather": "11q",
 }
 # The others take their arguments one by one, after the pool.
 _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
     "xl_pack": (I32, P, I64, I64, I32, P),
     "xl_quant_pack": (I32, I64, I32, P, P, P, I64, I64, I32, P),
-    "xl_quant_from": (I32, P, I64, I64, I64, I32, P),
+    "xl_quant_from": (I32, P, I64, I64, I32, P),
     "xl_move_slots": (P, P, I32, P, P, I64, I64, I64, I64),
     "xl_gated_act": (P, I32, I32, P, I32, I64, I64),
     "xl_argmax": (P, I64, I64, I64, P),

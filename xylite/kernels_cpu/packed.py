@@ -132,19 +132,19 @@ class Packer:
             self.kernels.pack(TYPES[w.dtype], part.data_ptr(), n, k, gated, to)
         return PackedLinear(data.view(w.dtype), n, k, gated, w.shape[0] if w.ndim == 3 else 0)
 
-    def quantize(self, w: Tensor, gated: bool = False, form: QuantFormat = INT8) -> PackedQuant:
-        """A weight [N, K] or [E, N, K] in 8 bits, each group's largest magnitude at 127."""
+    def quantize(self, w: Tensor, gated: bool = False) -> PackedQuant:
+        """A weight [N, K] or [E, N, K] in 8 bits, turned, each group's largest magnitude at 127."""
         self._packs(None)
         w = w if w.dtype in TYPES else w.float()
         n, k = w.shape[-2:]
-        each = self.kernels.quant_bytes(8, form.group, False, n, k, gated)
+        each = self.kernels.quant_bytes(INT8.bits, INT8.group, False, n, k, gated)
         parts = w.reshape(-1, n, k)
         data = self._arena.take(each * parts.shape[0])
         for i, part in enumerate(parts):
             part = part.contiguous()
             to = data.data_ptr() + i * each
-            self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), form.group, n, k, gated, to)
-        return PackedQuant(data, n, k, gated, form, w.shape[0] if w.ndim == 3 else 0)
+            self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), n, k, gated, to)
+        return PackedQuant(data, n, k, gated, INT8, w.shape[0] if w.ndim == 3 else 0)
 
     def quantize_int4(self, w: Tensor, gated: bool = False) -> PackedQuant:
         """A weight [N, K] or [E, N, K] in 4 bits."""
@@ -183,7 +183,8 @@ class Packer:
         where = w.n, w.k, ids.data_ptr(), ids.shape[0], out.data_ptr()
         if isinstance(w, PackedQuant):
             f = w.format
-            self.kernels.quant_gather(f.bits, f.group, f.has_min, f.zero, w.data.data_ptr(), *where)
+            form = f.bits, f.group, f.has_min, f.zero, f.turned
+            self.kernels.quant_gather(*form, w.data.data_ptr(), *where)
         else:
             self.kernels.gather(TYPES[w.data.dtype], w.data.data_ptr(), *where)
         return out
@@ -222,7 +223,7 @@ class Packer:
         )  # fmt: skip
         if isinstance(w, PackedQuant):
             f = w.format
-            self.kernels.quant_linear(f.bits, f.group, f.has_min, f.zero, *rest)
+            self.kernels.quant_linear(f.bits, f.group, f.has_min, f.zero, f.turned, *rest)
         else:
             self.kernels.linear(self.kinds[w.data.dtype], *rest)
         return out

@@ -1,5 +1,5 @@
 // Linear layers with 8-bit or 4-bit weights in groups along K, activations quantised per row and
-// group at run time.
+// group at run time (activations.h).
 //
 // A weight is scale * (q - zero) + min with q unsigned, scale (and min, if there is one) per column
 // and group. Panels of 32 columns; per group of a panel: q, then 32 scales in fp16, then 32 mins in
@@ -9,9 +9,11 @@
 //
 // With a the row's quantised activations, s their scale and t their sum, a group adds
 // s * (scale * (sum(q a) - zero t) + min t): the sums are exact integers, the groups are added in
-// ascending order in float32. So a row's result does not depend on its batch here either.
+// ascending order in float32, then the row's outliers in ascending order. So a row's result does
+// not depend on its batch here either.
 #include <algorithm>
 
+#include "activations.h"
 #include "api.h"
 #include "panels.h"
 #include "rows.h"
@@ -31,6 +33,7 @@ struct Format {
   int64_t group;
   bool has_min;
   int zero;
+  bool turned;  // each group times a Hadamard matrix, see activations.h
 
   int64_t groups(int64_t k) const { return (k + group - 1) / group; }
   int64_t q_bytes() const { return PANEL * group * bits / 8; }
@@ -75,8 +78,8 @@ static inline vf to_float(vi v) {
 #endif
 }
 
-// One row's activations: q [padded K], and per group the scale and the sum of q.
-struct Activations {
+// Where a tile's activations begin: q, and per group the scale and the sum of q.
+struct Rows {
   const int8_t* q;
   const float* scale;
   const int32_t* sum;
@@ -84,7 +87,7 @@ struct Activations {
 };
 
 template <int BITS, int ROWS>
-static void quant_tile(const Activations& x, const char* w, const Format& f, int col, float* c,
+static void quant_tile(const Rows& x, const char* w, const Format& f, int col, float* c,
                        int64_t groups, bool add, const char* soon, ptrdiff_t advance) {
   vf acc[ROWS][NV];
   const int64_t group_bytes = f.group_bytes(), q_bytes = f.q_bytes();
@@ -159,8 +162,8 @@ static void quant_tile(const Activations& x, const char* w, const Format& f, int
     for (int j = 0; j < NV; j++) storef(c + r * PANEL + j * W, acc[r][j]);
 }
 
-using QuantTile = void (*)(const Activations&, const char*, const Format&, int, float*, int64_t,
-                           bool, const char*, ptrdiff_t);
+using QuantTile = void (*)(const Rows&, const char*, const Format&, int, float*, int64_t, bool,
+                           const char*, ptrdiff_t);
 
 template <int BITS, int... R>
 static QuantTile quant_tile_of(int rows, std::integer_sequence<int, R...>) {
@@ -173,73 +176,75 @@ static QuantTile quant_tile_of(int bits, int rows) {
   return bits == 8 ? quant_tile_of<8>(rows, Rows{}) : quant_tile_of<4>(rows, Rows{});
 }
 
-// One group of a row to 8 bits, largest magnitude to 127. A value that is not finite makes the
-// scale NaN, and so the whole row's result.
-static void quantize_group(const void* x, int64_t at, int type, int64_t n, int64_t group,
-                           int8_t* q, float* scale, int32_t* total) {
-  float v[256];
-  for (int64_t i = 0; i < group; i += W)
-    storef(v + i, i + W <= n ? load_as(x, at + i, type)
-                             : load_some(x, at + i, type, int(n > i ? n - i : 0)));
-  vf most = {}, bad = {};
-  for (int64_t i = 0; i < group; i += W) {
-    const vf y = loadf(v + i);
-    most = vmax((vf)(bits(y) & 0x7fffffff), most);
-    bad = bad + y * 0.0f;
+// Column k of a panel of the weight, as floats.
+static inline void dequantize(const Format& f, const char* panel, int64_t k, float* out) {
+  const int log2 = 63 - __builtin_clzll(uint64_t(f.group));
+  const char* block = panel + (k >> log2) * f.group_bytes();
+  const int64_t i = k & (f.group - 1);
+  const char* q = block + (f.byte_of(i, 0) - i % 4);
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(block + f.q_bytes());
+  const int shift = int(i % 4) * 8 + f.shift_of(i);
+  const uint32_t mask = f.bits == 8 ? 255 : 15;
+  for (int j = 0; j < PANEL; j += W) {
+    const vi u = (vi)((*(const vu*)(q + j * 4) >> shift) & mask) - f.zero;
+    vf w = to_float(u) * load_fp16(scales + j);
+    if (f.has_min) w = w + load_fp16(scales + PANEL + j);
+    storef(out + j, w);
   }
-  const float top = max_of(most) + sum(bad);
-  const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-  *scale = top * (1.0f / 127.0f);
-  vi t = {};
-  for (int64_t i = 0; i < group; i += W) {
-    // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
-    const vi r = bits(fma(loadf(v + i), set(inverse), set(0x1.8p23f))) - 0x4b400000;
-    t += r;
-#if defined(XL_AVX512)
-    _mm_storeu_si128((__m128i*)(q + i), _mm512_cvtepi32_epi8((__m512i)r));
-#else
-    for (int j = 0; j < W; j++) q[i + j] = int8_t(r[j]);
-#endif
-  }
-  int32_t s = 0;
-  for (int j = 0; j < W; j++) s += t[j];
-  *total = s;
+}
+
+// The columns that a block's outliers need, [listed, PANEL].
+static void dequantize_listed(const Format& f, const char* panel, const Activations& a,
+                              int64_t block, float* columns) {
+  for (int64_t i = 0; i < a.listed[block]; i++)
+    dequantize(f, panel, a.columns[block * a.k + i], columns + i * PANEL);
+}
+
+// Adds what row r's outliers contribute to its sums c [PANEL].
+static inline void add_outliers(const Activations& a, int64_t r, const float* columns, float* c) {
+  const Outlier* o = a.outliers + r * a.most;
+  const Outlier* end = o + a.count[r];
+  if (o == end) return;
+  vf acc[PANEL / W];
+#pragma GCC unroll 8
+  for (int j = 0; j < PANEL / W; j++) acc[j] = loadf(c + j * W);
+  for (; o < end; o += SIDE)
+#pragma GCC unroll 4
+    for (int i = 0; i < SIDE; i++) {
+      const vf value = set(o[i].value);
+      const float* w = columns + ptrdiff_t(o[i].column) * PANEL;
+#pragma GCC unroll 8
+      for (int j = 0; j < PANEL / W; j++) acc[j] = fma(value, loadf(w + j * W), acc[j]);
+    }
+#pragma GCC unroll 8
+  for (int j = 0; j < PANEL / W; j++) storef(c + j * W, acc[j]);
 }
 
 static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, const void* x,
                          int x_type, int64_t m, const Epilogue& out, int64_t panels,
                          const Tuning& tune) {
-  const int64_t groups = f.groups(k), padded = groups * f.group;
-  const int64_t ld_q = padded % 512 ? padded : padded + 64;  // rows apart in cache sets
-  const size_t q_bytes = size_t(m * ld_q + 63) / 64 * 64, meta = size_t(m * groups) * 4;
-  char* memory = static_cast<char*>(pool.shared(0, q_bytes + 2 * meta));
-  int8_t* q = reinterpret_cast<int8_t*>(memory);
-  float* scales = reinterpret_cast<float*>(memory + q_bytes);
-  int32_t* sums = reinterpret_cast<int32_t*>(memory + q_bytes + meta);
-  const int64_t chunk = 8;
-  pool.each((m + chunk - 1) / chunk, [&](int64_t u, int) {
-    for (int64_t r = u * chunk; r < m && r < (u + 1) * chunk; r++)
-      for (int64_t g = 0; g < groups; g++)
-        quantize_group(x, r * k + g * f.group, x_type, std::min(k - g * f.group, f.group), f.group,
-                       q + r * ld_q + g * f.group, scales + r * groups + g, sums + r * groups + g);
-  }, m * k < 8192);
-
-  const int64_t group_bytes = f.group_bytes();
+  const int64_t ld_q = Activations::pitch(k, f.group), group_bytes = f.group_bytes();
   int64_t block = std::max<int64_t>(tune.block_bytes / ld_q / QUANT_ROWS * QUANT_ROWS,
                                     4 * QUANT_ROWS);
   const int64_t blocks = (m + block - 1) / block;
   block = (m + blocks - 1) / blocks;
+
+  Activations a(pool, m, blocks, k, f.group, f.turned);
+  a.fill(pool, x, x_type, m, block);
+  const int64_t groups = a.groups;
+  const size_t column_bytes = size_t(a.most_listed()) * PANEL * sizeof(float);
   int64_t parts = 1;
   if (m > QUANT_ROWS) parts = (groups * group_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
   const int64_t per_part = (groups + parts - 1) / parts;
   const size_t acc_bytes = size_t(parts > 1 ? block : QUANT_ROWS) * PANEL * sizeof(float);
-  pool.reserve(acc_bytes);
+  pool.reserve(acc_bytes + column_bytes);
 
   pool.each(blocks * panels, [&](int64_t unit, int thread) {
     const int64_t panel = unit % panels, m0 = unit / panels * block;
     const int64_t rows = std::min(m - m0, block);
     const char* b = w + panel * groups * group_bytes;
-    float* acc = static_cast<float*>(pool.scratch(thread, acc_bytes));
+    float* acc = static_cast<float*>(pool.scratch(thread, acc_bytes + column_bytes));
+    float* columns = acc + acc_bytes / sizeof(float);
     const int64_t tiles = (rows + QUANT_ROWS - 1) / QUANT_ROWS;
     for (int64_t g = 0; g < groups; g += per_part) {
       const int64_t n = std::min(groups - g, per_part);
@@ -248,8 +253,9 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t r = rows * t / tiles;
         const int count = int(rows * (t + 1) / tiles - r);
-        const Activations a{q + (m0 + r) * ld_q + g * f.group, scales + (m0 + r) * groups + g,
-                            sums + (m0 + r) * groups + g, ld_q, groups};
+        const int64_t at = (m0 + r) * groups + g;
+        const Rows x_rows{a.q + (m0 + r) * ld_q + g * f.group, a.scale + at, a.sum + at, ld_q,
+                          groups};
         const char* soon = here + STREAM_AHEAD;
         int64_t advance = group_bytes * n / steps;
         if (tiles > 1) {
@@ -259,8 +265,11 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
         float* c = acc + (parts > 1 ? r : 0) * PANEL;
         const QuantTile tile = quant_tile_of(f.bits, count);
         for (int j = 0; j < PANEL; j += COLS)
-          tile(a, here, f, j, c + j, n, g > 0, soon, advance);
-        if (g + n == groups) out.store(c, m0 + r, count, panel);
+          tile(x_rows, here, f, j, c + j, n, g > 0, soon, advance);
+        if (g + n < groups) continue;
+        if (t == 0) dequantize_listed(f, b, a, unit / panels, columns);  // it is in cache now
+        for (int i = 0; i < count; i++) add_outliers(a, m0 + r + i, columns, c + i * PANEL);
+        out.store(c, m0 + r, count, panel);
       }
     }
   });
@@ -270,13 +279,9 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
 
 using namespace xl;
 
-static Format format_of(int bits, int64_t group, int has_min, int zero) {
-  return Format{bits, group, has_min != 0, zero};
-}
-
 XL_API int64_t xl_quant_bytes(int bits, int64_t group, int has_min, int64_t n, int64_t k,
                               int gated) {
-  const Format f = format_of(bits, group, has_min, 0);
+  const Format f{bits, group, has_min != 0, 0, false};
   return panels_of(n, gated) * f.groups(k) * f.group_bytes();
 }
 
@@ -285,7 +290,7 @@ XL_API int xl_quant_pack(Pool* pool, int bits, int64_t group, int zero, const ui
                          const uint16_t* scales, const uint16_t* mins, int64_t n, int64_t k,
                          int gated, char* out) {
   return guarded(pool, [&] {
-    const Format f = format_of(bits, group, mins != nullptr, zero);
+    const Format f{bits, group, mins != nullptr, zero, false};
     const int64_t groups = f.groups(k);
     pool->each(panels_of(n, gated), [&](int64_t panel, int) {
       char* to = out + panel * groups * f.group_bytes();
@@ -306,12 +311,13 @@ XL_API int xl_quant_pack(Pool* pool, int bits, int64_t group, int zero, const ui
   });
 }
 
-// Weights of a float type to 8 bits, symmetric: scale = largest magnitude / 127, rounded to fp16
-// before it divides.
-XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t group, int64_t n, int64_t k,
-                         int gated, char* out) {
+// Weights of a float type to 8 bits, turned and symmetric: scale = largest magnitude / 127, rounded
+// to fp16 before it divides.
+XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t n, int64_t k, int gated,
+                         char* out) {
   return guarded(pool, [&] {
-    const Format f = format_of(8, group, 0, 128);
+    constexpr int64_t group = TURNED;
+    const Format f{8, group, false, 128, true};
     const int64_t groups = f.groups(k);
     pool->each(panels_of(n, gated), [&](int64_t panel, int) {
       char* to = out + panel * groups * f.group_bytes();
@@ -322,14 +328,15 @@ XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t group, int
         for (int64_t g = 0; g < groups; g++) {
           char* block = to + g * f.group_bytes();
           const int64_t at = row * k + g * group, count = std::min(k - g * group, group);
-          float top = 0.0f;
-          for (int64_t i = 0; i < count; i++)
-            top = std::max(top, std::fabs(load_one(w, at + i, type)));
+          float v[TURNED] = {}, top = 0.0f;
+          for (int64_t i = 0; i < count; i++) v[i] = load_one(w, at + i, type);
+          turn(v);
+          for (float y : v) top = std::max(top, std::fabs(y));
           const uint16_t scale = fp16_of(std::min(top / 127.0f, 65504.0f));
           reinterpret_cast<uint16_t*>(block + f.q_bytes())[col] = scale;
           const float by = scale ? 1.0f / fp16_to_float(scale) : 0.0f;
-          for (int64_t i = 0; i < count; i++) {
-            const float y = std::nearbyint(load_one(w, at + i, type) * by);
+          for (int64_t i = 0; i < group; i++) {
+            const float y = std::nearbyint(v[i] * by);
             block[f.byte_of(i, col)] = char(uint8_t(128 + std::min(std::max(y, -127.0f), 127.0f)));
           }
         }
@@ -340,7 +347,7 @@ XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t group, int
 
 // Rows `ids` of quantised, not gated weights as float32.
 struct QuantGatherCall {
-  int64_t bits, group, has_min, zero, w, n, k, ids, count, out;
+  int64_t bits, group, has_min, zero, turned, w, n, k, ids, count, out;
 };
 
 XL_API int xl_quant_gather(Pool* pool, const QuantGatherCall* call) {
@@ -350,27 +357,33 @@ XL_API int xl_quant_gather(Pool* pool, const QuantGatherCall* call) {
     const auto* w = static_cast<const char*>(address(call->w));
     const auto* ids = static_cast<const int32_t*>(address(call->ids));
     auto* out = static_cast<float*>(writable(call->out));
-    const Format f = format_of(bits, group, has_min, zero);
+    const Format f{bits, group, has_min != 0, zero, call->turned != 0};
     const int64_t groups = f.groups(k);
     pool->each(count, [&](int64_t t, int) {
       const int64_t id = ids[t] < 0 ? 0 : ids[t] < n ? ids[t] : n - 1, col = id % PANEL;
       for (int64_t i = 0; i < k; i += bits == 8 ? 4 : 8)  // a line each
         __builtin_prefetch(w + (id / PANEL * groups + i / group) * f.group_bytes() +
                            f.byte_of(i % group, col));
-      for (int64_t i = 0; i < k; i++) {
-        const char* block = w + (id / PANEL * groups + i / group) * f.group_bytes();
+      for (int64_t g = 0; g < groups; g++) {
+        const char* block = w + (id / PANEL * groups + g) * f.group_bytes();
         const uint16_t* s = reinterpret_cast<const uint16_t*>(block + f.q_bytes());
-        const int q = uint8_t(block[f.byte_of(i % group, col)]) >> f.shift_of(i % group) &
-                      (bits == 8 ? 255 : 15);
-        out[t * k + i] = fp16_to_float(s[col]) * float(q - zero) +
-                         (has_min ? fp16_to_float(s[PANEL + col]) : 0.0f);
+        const float scale = fp16_to_float(s[col]);
+        const float min = has_min ? fp16_to_float(s[PANEL + col]) : 0.0f;
+        float v[256];
+        for (int64_t i = 0; i < group; i++) {
+          const int q =
+              uint8_t(block[f.byte_of(i, col)]) >> f.shift_of(i) & (bits == 8 ? 255 : 15);
+          v[i] = scale * float(q - zero) + min;
+        }
+        if (f.turned) turn(v);
+        memcpy(out + t * k + g * group, v, size_t(std::min(k - g * group, group)) * sizeof(float));
       }
     }, count < 32);
   });
 }
 
 struct QuantLinearCall {
-  int64_t bits, group, has_min, zero, w, n, k;
+  int64_t bits, group, has_min, zero, turned, w, n, k;
   ProductCall product;
 };
 
@@ -379,7 +392,8 @@ XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
     const ProductCall& p = call->product;
     if (p.m == 0 || call->n == 0) return;
     const Tuning tune{QUANT_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
-    const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero)};
+    const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero),
+                   call->turned != 0};
     quant_linear(*pool, f, static_cast<const char*>(address(call->w)), call->k, address(p.x),
                  int(p.x_type), p.m, p.epilogue(call->n), panels_of(call->n, p.act != ACT_NONE),
                  tune);

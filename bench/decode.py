@@ -121,7 +121,7 @@ async def _run(
         config = EngineConfig(
             model=folder,
             load_format="dummy",
-            dtype=dtype,  # pyright: ignore[reportArgumentType]
+            dtype=dtype,  # pyright: ignore[reportArgumentType] (checked when it is made)
             max_model_len=longest,
             max_num_seqs=max(plan.batches),
             max_num_batched_tokens=plan.budget,

@@ -68,7 +68,7 @@ def supply_config() -> None:
     made.cpu_threads = lambda: os.cpu_count() or 1
     made.cache_dir = lambda: str(Path(tempfile.gettempdir()) / "xylite")
     sys.modules["xylite.config"] = made
-    xylite.config = made  # pyright: ignore[reportAttributeAccessIssue]
+    xylite.config = made  # pyright: ignore[reportAttributeAccessIssue] (as an import does)
 
 
 def load(args: argparse.Namespace) -> Any:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def node(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass whose fields are subtrees (or static, see `static`)."""
     made = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    made.__tree_node__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    made.__tree_node__ = True  # pyright: ignore[reportAttributeAccessIssue] (looked up by name)
     return made
 
 
@@ -47,6 +47,7 @@ def map(f: Callable[..., Any], tree: T, *others: Any) -> T:
         return f(tree, *others)
     sides = [dict(_children(o) or ()) for o in others]
     new = {k: map(f, v, *(s[k] for s in sides)) for k, v in children}
+    # A checker cannot know that a container made anew is of the type T that it was.
     if isinstance(tree, dict):
         return dict(zip(tree, new.values(), strict=True))  # pyright: ignore[reportReturnType]
     if isinstance(tree, tuple) and not hasattr(tree, "_fields"):

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-import ctranslate2  # pyright: ignore[reportMissingImports]
+import ctranslate2  # pyright: ignore[reportMissingImports] (in its own environment)
 
 from bench.compare import child
 

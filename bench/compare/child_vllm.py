@@ -2,7 +2,7 @@
 
 import time
 
-from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] (in its own environment)
 
 from bench.compare import child
 

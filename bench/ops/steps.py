@@ -74,8 +74,8 @@ def measure(
         last = torch.from_numpy(table.logit_rows).long().to(place)
 
         def step(with_ops: Ops) -> None:
-            hidden, _ = family.forward(params, kv, batch, spec, with_ops)  # noqa: B023
-            family.logits(params, hidden[last], spec, with_ops).argmax(-1)  # noqa: B023
+            hidden, _ = family.forward(params, kv, batch, spec, with_ops)  # noqa: B023 - run at once
+            family.logits(params, hidden[last], spec, with_ops).argmax(-1)  # noqa: B023 - run at once
             with_ops.device.synchronize()
 
         with torch.inference_mode():

@@ -5,6 +5,7 @@ import hmac
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
@@ -56,8 +57,8 @@ def _check_host(request: web.Request, service: Service) -> None:
     if config.uds is not None or not is_loopback(config.host) or "*" in config.allowed_hosts:
         return
     host = request.headers.get(hdrs.HOST)
-    local = request.get_extra_info("sockname")
-    if not host or not isinstance(local, tuple) or not is_loopback(str(local[0])):  # pyright: ignore
+    local: tuple[Any, ...] | str | None = request.get_extra_info("sockname")
+    if not host or not isinstance(local, tuple) or not is_loopback(str(local[0])):
         return
     name = _host_name(host)
     if is_loopback(name):

@@ -148,8 +148,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return response
     except ClientGone:
         raise
-    except Exception:  # noqa: BLE001
-        # One of the two edges where anything may arrive: details to the log, none to the client.
+    except Exception:  # noqa: BLE001 - the edge: details to the log, none to the client
         _log.exception("request %s failed", request[REQUEST_ID])
         error = EngineError(f"internal error (request {request[REQUEST_ID]})")
         return await _answer(request, error)

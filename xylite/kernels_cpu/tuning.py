@@ -187,7 +187,7 @@ def better_blocks(kernels: Kernels, kind: int) -> Blocks | None:
         least = dict.fromkeys(tried, float("inf"))
         for _ in range(6):
             for t in tried:
-                least[t] = min(least[t], _time(lambda: kernels.linear(kind, *args, *t)))  # noqa: B023
+                least[t] = min(least[t], _time(lambda: kernels.linear(kind, *args, *t)))  # noqa: B023 - run at once
             if time.perf_counter() > end:
                 return None
         total = {t: total[t] + least[t] for t in tried}

@@ -68,7 +68,7 @@ def missing() -> str | None:
 def _import() -> Any:
     """torch_npu; ConfigError saying what is missing."""
     try:
-        import torch_npu  # pyright: ignore[reportMissingImports]
+        import torch_npu  # pyright: ignore[reportMissingImports] (only where an NPU is)
     except (ImportError, OSError, RuntimeError) as e:
         raise ConfigError(
             f"torch_npu cannot be loaded ({e}): is CANN installed, and its set_env.sh sourced? "

@@ -119,7 +119,7 @@ def add_boundary_tokens(
     tokenizer: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None
 ) -> None:
     """Make `tokenizer` put bos before and eos after a text that asks for special tokens."""
-    tokenizer.post_processor = _template(bos, eos)  # type: ignore[assignment]
+    tokenizer.post_processor = _template(bos, eos)
 
 
 def spm_merges(
@@ -158,14 +158,14 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Tok
     tokenizer = Tokenizer(
         models.BPE(
             vocab={t: i for i, t in enumerate(tokens)},
-            merges=merges,  # type: ignore[arg-type]
+            merges=merges,
             ignore_merges=splitting.ignore_merges,
         )
     )
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in splitting.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, splitting.add_bos
 
 
@@ -192,13 +192,13 @@ def _sentencepiece(
     )
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     to_blank = normalizers.Replace(" ", BLANK)
-    tokenizer.normalizer = (  # type: ignore[assignment]
+    tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(BLANK), to_blank]) if prefix else to_blank
     )
     steps: list[Any] = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(" ", 1, 0))
-    tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 

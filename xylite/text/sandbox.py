@@ -129,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         self.in_thread = threading.local()  # its `budget` is what this thread's rendering has left
-        self.concat = self._concat  # type: ignore[method-assign]
+        self.concat = self._concat
         usual: dict[str, Callable[..., Any]] = dict(self.filters)
         names: dict[str, Any] = dict(self.globals)
         del usual["urlize"], names["lipsum"]  # no bound on what they make
@@ -151,7 +151,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))  # type: ignore[attr-defined]
+            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         tree.set_environment(self)
         return tree
 

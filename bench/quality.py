@@ -1,6 +1,6 @@
 """How much a data type or quantisation changes what the model says.
 
-    python -m bench.quality [--variant bfloat16 auto int8] [--text sonnets gsm8k humaneval]
+    python -m bench.quality [--variant bfloat16 stored int8] [--text sonnets gsm8k humaneval]
         [--model DIRECTORY] [--output FILE]
     python -m bench.quality --render
 
@@ -9,8 +9,11 @@ perplexity   of each text, in sliding windows through the engine: a token is sco
 top-1        share of these positions at which the most likely token is the first variant's
 continued    tokens of greedy answers until they differ from the first variant's, and the share
              of answers that never do
+chats        short questions in the chat template: how far next-token distributions over the first
+             variant's answers are from its own (divergence), how often the most likely token is
+             the same there, and the share of answers that are the same (bench/chats.py)
 
-The first variant is what the others are compared with: bfloat16 unless told otherwise. auto keeps
+The first variant is what the others are compared with: bfloat16 unless told otherwise. stored keeps
 the quantised weights of a GGUF file, such as the demo model's; float32 and bfloat16 dequantise
 them; int8 and int4 quantise what bfloat16 computes with. A variant that ends in -shuffled is the
 same model with its channels in another order (bench/shuffled.py): what the format costs where the
@@ -34,6 +37,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from bench import chats
 from bench.compare import machine
 from bench.compare.peers import ROOT
 from bench.model_dir import write_directory
@@ -70,10 +74,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one variant says: scored positions by text, greedy answers in a fixed order."""
+    """What one variant says: scored positions by text, greedy answers in a fixed order, chats."""
 
     positions: Mapping[str, list[Scored]]
     continued: list[tuple[int, ...]]
+    chats: chats.Chats
 
 
 def windows(length: int, window: int, stride: int) -> list[tuple[int, int, int]]:
@@ -148,19 +153,21 @@ def prompts_of(texts: Mapping[str, Sequence[int]], count: int) -> list[list[int]
     return found[:count]
 
 
-async def answers(variant: str, args: argparse.Namespace) -> Answers:
-    """Everything one variant is asked."""
+async def answers(variant: str, args: argparse.Namespace, first: Answers | None) -> Answers:
+    """Everything one variant is asked; `first`: what the first variant said, None if this is it."""
     if variant.endswith(SHUFFLED):
         with tempfile.TemporaryDirectory() as folder:
             plain, shuffled = Path(folder) / "plain", Path(folder) / "shuffled"
             plain.mkdir()
             shuffled.mkdir()
             write_shuffled(args.model or write_directory(plain), shuffled)
-            return await answers_of(str(shuffled), variant, args)
-    return await answers_of(str(args.model or "demo"), variant, args)
+            return await answers_of(str(shuffled), variant, args, first)
+    return await answers_of(str(args.model or "demo"), variant, args, first)
 
 
-async def answers_of(model: str, variant: str, args: argparse.Namespace) -> Answers:
+async def answers_of(
+    model: str, variant: str, args: argparse.Namespace, first: Answers | None
+) -> Answers:
     """The same with a given model."""
     settings: dict[str, Any] = {
         "model": model,
@@ -168,6 +175,7 @@ async def answers_of(model: str, variant: str, args: argparse.Namespace) -> Answ
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
+        "max_logprobs": chats.LISTED,
         **VARIANTS[variant],
     }
     async with TextEngine(EngineConfig(**settings)) as engine:
@@ -179,7 +187,11 @@ async def answers_of(model: str, variant: str, args: argparse.Namespace) -> Answ
             name: await score(engine, ids, args.window, args.stride) for name, ids in texts.items()
         }
         prompts = prompts_of(texts, args.prompts)
-        return Answers(positions, await continue_greedily(engine, prompts, args.new_tokens))
+        continued = await continue_greedily(engine, prompts, args.new_tokens)
+        questions = chats.QUESTIONS[: args.questions]
+        given = None if first is None else first.chats
+        said = await chats.ask(engine, questions, args.answer_tokens, given)
+        return Answers(positions, continued, said)
 
 
 def agreement(ours: Sequence[Scored], theirs: Sequence[Scored]) -> float:
@@ -213,6 +225,7 @@ def compared(ours: Answers, first: Answers) -> dict[str, Any]:
         "continued_mean": round(statistics.mean(lengths), 1) if lengths else None,
         "continued_whole": round(statistics.mean(whole), 3) if whole else None,
         "answers": len(lengths),
+        "chats": chats.compared(ours.chats, first.chats) if first.chats.answers else None,
     }
 
 
@@ -234,6 +247,12 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{found['continued_mean']} tokens on average, {found['continued_whole']:.0%} to "
                 "the end"
             )
+    for variant, found in figures.items():
+        if asked := found["chats"]:
+            lines.append(
+                f"{variant:<13} {asked['answers']} chats: divergence {asked['divergence']:.5f}, "
+                f"top-1 {asked['top1']:.1%}, {asked['same']:.0%} of the answers are the same"
+            )
     return "\n".join(lines)
 
 
@@ -242,8 +261,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     first = result["compared_with"]
     lines = [
         f"| setting | perplexity | against {first} | same most likely token "
-        "| greedy answers agree for |",
-        "|---|---:|---:|---:|---:|",
+        "| greedy answers agree for | chats: divergence | same answers |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     tokens = 0
     for variant, found in result["variants"].items():
@@ -257,13 +276,16 @@ def markdown(result: Mapping[str, Any]) -> str:
                 f"{whole['ratio'] - 1:+.2%}",
                 f"{whole['top1']:.1%}",
                 f"{found['continued_mean']:g} of {result['new_tokens']} tokens",
+                f"{found['chats']['divergence']:.4f}",
+                f"{found['chats']['same']:.0%}",
             ]
-        lines.append("| " + " | ".join(cells) + " |" * (6 - len(cells)))
+        lines.append("| " + " | ".join(cells) + " |" * (8 - len(cells)))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     cpu = f"{result['machine']['cpu']} ({', '.join(result['machine']['flags'])})"
     return "\n".join(lines) + (
         f"\n\nModel {result['model']}: {tokens:,} tokens of {', '.join(result['texts'])} in "
-        f"windows of {result['window']}, {result['prompts']} greedy answers. "
+        f"windows of {result['window']}, {result['prompts']} greedy answers, "
+        f"{result['questions']} chats of {result['answer_tokens']} tokens. "
         f"`{result['command']}`, {result['date'].partition('T')[0]}, "
         f"commit {result['commit'] or 'unknown'}, {cpu}, {versions}.\n"
     )
@@ -296,6 +318,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=0, help="of each text; 0: all")
     add("--prompts", type=int, default=24, help="greedy answers")
     add("--new-tokens", type=int, default=64, help="of each answer")
+    add("--questions", type=int, default=len(chats.QUESTIONS), help="chats, of those there are")
+    add("--answer-tokens", type=int, default=32, help="of a chat's answer at most")
     add("--output", type=Path, help="JSON file")
     add("--render", action="store_true", help="only write README's table from the last result")
     return parser
@@ -318,7 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for variant in args.variant:
         start = time.perf_counter()
         try:
-            found[variant] = asyncio.run(answers(variant, args))
+            first = next(iter(found.values()), None)
+            found[variant] = asyncio.run(answers(variant, args, first))
         except ConfigError as e:
             if e.param != "quantization":
                 raise
@@ -343,6 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "stride": args.stride,
             "prompts": args.prompts,
             "new_tokens": args.new_tokens,
+            "questions": args.questions,
+            "answer_tokens": args.answer_tokens,
             "versions": {n: metadata.version(n) for n in ("xylite", "torch", "numpy")},
             "commit": machine.commit(ROOT),
             "machine": machine.describe(),

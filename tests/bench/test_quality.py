@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import quality
+from bench import chats, quality
+from bench.chats import Chats
 from bench.quality import Answers, Scored
 from xylite.errors import ConfigError
+
+NO_CHATS = Chats([], [])
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 9, 20, 21])
@@ -33,8 +36,8 @@ def test_perplexity_is_the_inverse_of_the_mean_probability():
 
 
 def test_figures_compare_with_the_first_variant():
-    first = Answers({"t": [Scored(-1.0, 5), Scored(-1.0, 6)]}, [(1, 2, 3), (4, 5, 6)])
-    ours = Answers({"t": [Scored(-1.1, 5), Scored(-1.1, 7)]}, [(1, 2, 3), (4, 9, 6)])
+    first = Answers({"t": [Scored(-1.0, 5), Scored(-1.0, 6)]}, [(1, 2, 3), (4, 5, 6)], NO_CHATS)
+    ours = Answers({"t": [Scored(-1.1, 5), Scored(-1.1, 7)]}, [(1, 2, 3), (4, 9, 6)], NO_CHATS)
     found = quality.compared(ours, first)
     assert found["texts"]["t"]["ratio"] == pytest.approx(math.exp(0.1), abs=1e-4)
     assert found["texts"]["t"]["top1"] == 0.5
@@ -42,13 +45,45 @@ def test_figures_compare_with_the_first_variant():
 
 
 def test_texts_together_count_every_token_once():
-    first = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6)] * 2}, [])
-    ours = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6), Scored(-7.0, 7)]}, [])
+    first = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6)] * 2}, [], NO_CHATS)
+    ours = Answers({"a": [Scored(-1.0, 5)], "b": [Scored(-4.0, 6), Scored(-7.0, 7)]}, [], NO_CHATS)
     found = quality.compared(ours, first)["texts"]
     assert list(found) == ["a", "b", quality.ALL]
     assert found[quality.ALL]["perplexity"] == pytest.approx(math.exp(4.0), abs=1e-3)
     assert found[quality.ALL]["ratio"] == pytest.approx(math.exp(1.0), abs=1e-4)
     assert (found[quality.ALL]["tokens"], found[quality.ALL]["top1"]) == (3, 0.6667)
+
+
+def test_divergence_is_that_of_the_whole_distribution_where_all_tokens_are_listed():
+    p, q = {1: 0.5, 2: 0.3, 3: 0.2}, {1: 0.25, 2: 0.25, 3: 0.5}
+    exact = sum(p[t] * math.log(p[t] / q[t]) for t in p)
+    listed = [{t: math.log(x) for t, x in d.items()} for d in (q, p)]
+    assert chats.divergence(*listed) == pytest.approx(exact)
+    assert chats.divergence(listed[1], listed[1]) == 0.0
+
+
+def test_divergence_never_exceeds_that_of_the_whole_distribution():
+    """Tokens that only one of them lists count as one with all others."""
+    p, q = {1: 0.5, 2: 0.3, 3: 0.2}, {1: 0.5, 2: 0.1, 3: 0.4}
+    exact = sum(p[t] * math.log(p[t] / q[t]) for t in p)
+    ours = {1: math.log(0.5), 3: math.log(0.4)}
+    theirs = {1: math.log(0.5), 2: math.log(0.3)}
+    assert chats.divergence(ours, theirs) == 0.0  # token 1 and the rest are as likely in both
+    ours[2] = math.log(0.1)
+    assert chats.divergence(ours, theirs) == pytest.approx(
+        0.3 * math.log(0.3 / 0.1) + 0.2 * math.log(0.2 / 0.4)
+    )
+    assert 0.0 < chats.divergence(ours, theirs) <= exact + 1e-12
+
+
+def test_figures_of_chats_count_positions_and_answers():
+    sure, even = {5: math.log(0.9), 6: math.log(0.1)}, {5: math.log(0.4), 6: math.log(0.6)}
+    first = Chats([(5, 6), (5,)], [[sure, sure], [sure]])
+    ours = Chats([(5, 6), (6,)], [[sure, even], [sure]])
+    found = chats.compared(ours, first)
+    assert found["divergence"] == pytest.approx(chats.divergence(even, sure) / 3, abs=1e-5)
+    assert (found["top1"], found["same"]) == (0.6667, 0.5)
+    assert (found["positions"], found["answers"]) == (3, 2)
 
 
 def test_the_table_in_the_readme_is_the_last_result():
@@ -67,10 +102,10 @@ def test_the_result_holds_no_place_of_a_machine():
 def test_a_format_that_the_device_lacks_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    async def answers(variant: str, args: argparse.Namespace) -> Answers:
+    async def answers(variant: str, args: argparse.Namespace, first: Answers | None) -> Answers:
         if variant == "int4":
             raise ConfigError("there is no int4 here", param="quantization")
-        return Answers({"t": [Scored(-1.0, 5)]}, [(1, 2)])
+        return Answers({"t": [Scored(-1.0, 5)]}, [(1, 2)], NO_CHATS)
 
     monkeypatch.setattr(quality, "answers", answers)
     output = tmp_path / "q.json"
@@ -107,7 +142,16 @@ def test_windows_of_any_size_give_a_texts_first_window_the_same_scores(
     def figures(window: int, stride: int) -> float:
         words = ["--variant", "float32", "--text", "sonnets", "--max-tokens", "24"]
         words += ["--window", str(window), "--stride", str(stride)]
-        words += ["--prompts", "1", "--new-tokens", "2", "--output", str(tmp_path / "q.json")]
+        words += [
+            "--prompts",
+            "1",
+            "--new-tokens",
+            "2",
+            "--questions",
+            "0",
+            "--output",
+            str(tmp_path / "q.json"),
+        ]
         assert quality.main(words) == 0
         found = json.loads((tmp_path / "q.json").read_text())["variants"]["float32"]
         assert found["texts"]["sonnets"]["tokens"] == 23

@@ -59,10 +59,12 @@ def load(path: Path, table: Ops, dtype: torch.dtype = torch.float32, **kwargs: A
 
 
 def rounding(x: Tensor, w: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The reference's linear with activations in 8 bits, groups of 32 along a row."""
-    groups = x.unflatten(-1, (-1, 32))
+    """The reference's linear with activations in 8 bits, groups of 32 along a row, but for those
+    beyond 4 times the root mean square of their row."""
+    far = x.abs() > 4 * x.square().mean(-1, keepdim=True).sqrt()
+    groups = x.masked_fill(far, 0.0).unflatten(-1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    x = ((groups / scale).round() * scale).flatten(-2)
+    x = torch.where(far, x, ((groups / scale).round() * scale).flatten(-2))
     return reference.linear(x, w, *args, **kwargs)
 
 

@@ -36,6 +36,25 @@ class Model(Protocol):
         ...
 
 
+@dataclass
+class Timed:
+    """A model that gives all tokens of its prompts at once and tells no times of them.
+
+    seconds  of so many new tokens for each of the prompts
+    """
+
+    vocab_size: int
+    seconds: Callable[[Prompts, int], float]
+
+    def prefill(self, prompt: list[int]) -> float:
+        return self.seconds([prompt], 1)
+
+    def decode(self, prompts: Prompts, new: int) -> float:
+        """By the difference to the same prompts with one token."""
+        first = self.seconds(prompts, 1)
+        return len(prompts) * (new - 1) / (self.seconds(prompts, new) - first)
+
+
 @dataclass(frozen=True)
 class Start:
     """What a child is told: model directory, settings of the engine, threads or 0 for its own."""

@@ -21,8 +21,14 @@ if not _has_ascend_compiler():
     os.environ["TRITON_INTERPRET"] = "1"
 
 if util.find_spec("hypothesis"):  # the Ascend environment has none
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    # The same examples in every run, however slow the machine is.
-    settings.register_profile("fixed", deadline=None, derandomize=True)
+    # The same examples in every run, however slow the machine is and however large they are.
+    settings.register_profile(
+        "fixed",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
     settings.load_profile("fixed")

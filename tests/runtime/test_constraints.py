@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.driver import Driver
@@ -51,7 +51,7 @@ def constrained(accepted=(), **params):
     return seq
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(drafts(), st.sampled_from([(), (1,), (1, 1), (5, 3)]), st.booleans())
 def test_rows_follow_the_rule_as_far_as_it_allows_and_are_open_beyond(draft, accepted, limited):
     few = tuple(range(0, V, 2))
@@ -130,13 +130,7 @@ class Misleading:
 def test_drafts_of_forbidden_tokens_change_nothing_under_any_schedule():
     num_forbidden = 0
 
-    @settings(
-        max_examples=150,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    @settings(max_examples=150)
     @given(worlds(), st.integers(1, 6), st.integers(0, 2**32))
     def check(drawn, count, seed):
         nonlocal num_forbidden

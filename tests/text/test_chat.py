@@ -75,7 +75,7 @@ def test_demo_prompts_have_the_known_lengths(smollm: Tokenizer, smollm_template:
 
 
 @pytest.mark.model
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contents=st.lists(st.text(), min_size=1, max_size=3))
 def test_any_ordinary_text_has_the_ids_of_transformers(
     smollm: Tokenizer, smollm_template: ChatTemplate, reference: Any, contents: list[str]
@@ -166,7 +166,7 @@ def test_client_text_never_acts_as_a_control_token(name: str, source: str):
     assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.lists(

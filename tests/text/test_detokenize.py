@@ -36,7 +36,7 @@ def byte_ids(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("t", [BYTES, PIECES], ids=["byte-level", "sentencepiece"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_split_of_any_tokens_gives_the_same_text(t: Tokenizer, data: st.DataObject):
     ids = data.draw(st.lists(st.integers(0, t.vocab_size - 1), max_size=30))

@@ -62,7 +62,7 @@ def test_stop_is_cut_where_it_begins(
     assert run(parts, stops, include) == (sent, stop)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     parts=st.lists(st.text("ab\u4f60", max_size=5), max_size=12),
     stops=st.lists(st.text("ab\u4f60", min_size=1, max_size=5), max_size=5),

@@ -229,8 +229,7 @@ def main(argv: Sequence[str] | None = None, ops: Ops | None = None) -> int:
         return 0
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-        if not report.plot(result, args.out.with_suffix(".svg")):
-            print("matplotlib is not installed: no plot", file=sys.stderr)
+        print(report.plot(result, args.out.with_suffix(".svg")), file=sys.stderr)
     return int(any("error" in row for row in result["rows"]))
 
 

@@ -91,12 +91,14 @@ def of_roofline(roof: Roofline) -> dict[str, Any]:
     }
 
 
-def plot(result: Mapping[str, Any], path: Path) -> bool:
+def plot(result: Mapping[str, Any], path: Path) -> str:
     """Percent of the roofline against rows, a panel for each model and op with a curve for each
-    weight; False if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
+    weight; what there is to say about it."""
     rows = [r for r in result["rows"] if "seconds" in r]
+    if not rows:
+        return "no plot: there are no figures"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (pip install -e '.[bench]')"
     panels = list(dict.fromkeys((r["model"], r["op"], r["format"]) for r in rows))
     columns = 4
     drawn = importlib.import_module("matplotlib.figure").Figure(
@@ -106,7 +108,8 @@ def plot(result: Mapping[str, Any], path: Path) -> bool:
     for axis, (model, op, form) in zip(axes.flat, panels):
         mine = [r for r in rows if (r["model"], r["op"], r["format"]) == (model, op, form)]
         axis.set_title(f"{model}: {op} {form}", fontsize=7)
-        for name in dict.fromkeys(r["name"] for r in mine):
+        names = list(dict.fromkeys(r["name"] for r in mine))
+        for name in names:
             points = sorted((r["rows"], r["roofline_percent"]) for r in mine if r["name"] == name)
             axis.plot(*zip(*points, strict=True), marker="o", markersize=2, label=name)
         axis.set_xscale("log", base=2)
@@ -114,9 +117,11 @@ def plot(result: Mapping[str, Any], path: Path) -> bool:
         axis.set_ylabel("% of the roofline", fontsize=6)
         axis.set_xlabel("tokens", fontsize=6)
         axis.tick_params(labelsize=6)
-        axis.legend(fontsize=5)
+        if any(names):  # ops without weights have one curve and no name for it
+            axis.legend(fontsize=5)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    # No date inside: the same result gives the same file.
-    drawn.savefig(path, metadata={"Date": None})
-    return True
+    # No date inside and no random names: the same result gives the same file.
+    with importlib.import_module("matplotlib").rc_context({"svg.hashsalt": "bench.ops"}):
+        drawn.savefig(path, metadata={"Date": None})
+    return f"plot: {path}"

@@ -247,3 +247,34 @@ def test_checks_find_one_wrong_element(name):
         # 8-bit KV is checked at the kernel itself, not through the table.
         errors = [c.run() for c in mine if "int8 KV" not in c.name]
     assert errors and min(errors) > 1
+
+
+# The plot
+
+
+def drawn_from(*names: str) -> dict[str, Any]:
+    figure = {"model": "tiny", "op": "linear", "format": "", "roofline_percent": 5.0}
+    rows = [figure | {"name": n, "rows": r, "seconds": 1.0} for n in names for r in (1, 8)]
+    return {"rows": [*rows, {"op": "sample", "error": "it failed"}]}
+
+
+def test_a_plot_that_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch):
+    path = tmp_path / "ops.svg"
+    assert report.plot(drawn_from(), path) == "no plot: there are no figures"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "matplotlib is not installed" in report.plot(drawn_from("qkv"), path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("names", [("qkv", "out"), ("",)])
+def test_a_plot_has_a_curve_for_each_weight_and_the_same_figures_give_the_same_file(
+    tmp_path: Path, names: tuple[str, ...]
+):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ops.svg"
+    assert report.plot(drawn_from(*names), path) == f"plot: {path}"
+    first = path.read_text()
+    assert first.startswith("<?xml")
+    assert [f"<!-- {name} -->" in first for name in names] == [bool(name) for name in names]
+    report.plot(drawn_from(*names), path)
+    assert path.read_text() == first

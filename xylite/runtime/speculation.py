@@ -48,7 +48,8 @@ class _Mean:
         if self._num <= MIN_SAMPLES:
             self._value = x if self._num == 1 else min(self._value, x)
         else:
-            self._value += 0.1 * (min(x, 2 * self._value) - self._value)
+            rate = 0.3 if x < self._value else 0.1
+            self._value += rate * (min(x, 2 * self._value) - self._value)
 
     @property
     def is_known(self) -> bool:
@@ -101,7 +102,8 @@ class StepCosts:
         if self._curve is None:
             sizes = sorted(s for s in self._means if self.knows(s))
             values = np.array([self._means[s].value for s in sizes])
-            self._curve = np.array(sizes), np.maximum.accumulate(values)
+            # Others on the machine make steps longer, never shorter: a smaller one is no dearer.
+            self._curve = np.array(sizes), np.minimum.accumulate(values[::-1])[::-1]
         return self._curve
 
     def seconds(self, num_tokens: np.ndarray) -> np.ndarray:

@@ -125,6 +125,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "scheduler",
         ),
     ] = None
+    target_itl_ms: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        about(
+            "Milliseconds that an iteration should take while answers are being written: prompts "
+            "are computed in smaller pieces then, unless many wait. 0 = as large as ever; auto is "
+            "40, and 0 where max_num_batched_tokens is given.",
+            "scheduler",
+        ),
+    ] = None
     max_num_queued_reqs: Annotated[
         Natural | None,
         about(

@@ -29,6 +29,7 @@ class Driver:
         num_blocks: int = 64,
         block_size: int = 4,
         budget: int = 16,
+        mixed_budget: int | None = None,
         max_num_seqs: int = 8,
         max_queued: int = 1000,
         max_draft: int = 0,
@@ -41,6 +42,7 @@ class Driver:
             max_num_seqs=max_num_seqs,
             max_queued=max_queued,
             max_draft=max_draft,
+            mixed_budget=mixed_budget,
         )
         self.tabulator = Tabulator(max_num_seqs, num_blocks, block_size)
         self.executor = ToyExecutor(num_blocks, block_size)

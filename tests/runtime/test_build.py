@@ -10,6 +10,7 @@ from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
 from xylite.models import weights
+from xylite.runtime import build as building
 from xylite.runtime.build import build
 
 
@@ -93,3 +94,23 @@ def test_more_kv_than_the_machine_can_hold_is_refused_by_name(tmp_path, name, va
     with pytest.raises(ConfigError, match=f"^{name} asks for .* blocks fit at most") as e:
         parts(tmp_path, **{"num_blocks": None, name: value})
     assert e.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("budget", "target", "made"),
+    [
+        (None, None, (992, 288, 40.0)),
+        (None, 20.0, (992, 144, 20.0)),
+        (None, 0.0, (992, 992, 0.0)),
+        (64, None, (64, 64, 0.0)),
+        (512, 20.0, (512, 144, 20.0)),
+        (64, 20.0, (64, 64, 20.0)),
+    ],
+)
+def test_budgets_follow_the_device_where_they_are_not_set(
+    budget, target, made, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(building, "_measured_pace", lambda *_: lambda s: int(s * 1e4) // 16 * 16)
+    built = parts(tmp_path, max_num_batched_tokens=budget, target_itl_ms=target)
+    assert (built.scheduler.budget, built.scheduler.mixed_budget) == made[:2]
+    assert (built.config.max_num_batched_tokens, built.config.target_itl_ms) == (made[0], made[2])

@@ -65,6 +65,48 @@ def test_decode_runs_beside_prefill_in_its_reserve_and_prefill_takes_the_rest():
     assert chunks(step(driver)) == [("talks", 4, 1), ("long", 0, 11)]
 
 
+def talking(driver, number):
+    """So many sequences that decode from now on."""
+    for i in range(number):
+        ask(driver, f"talks{i}", [10 + i] * 4, 90)
+    while any(s.num_output == 0 for s in driver.scheduler.running) or driver.scheduler.waiting:
+        step(driver)
+
+
+def prompt_chunks(plan):
+    return [c for c in chunks(plan) if not c[0].startswith("talks")]
+
+
+def test_prompts_fill_the_mixed_budget_only_while_others_decode():
+    driver = Driver(budget=64, mixed_budget=12, block_size=4, num_blocks=200)
+    ask(driver, "first", [1] * 40, 1)
+    assert prompt_chunks(step(driver)) == [("first", 0, 40)]
+    talking(driver, 4)
+    ask(driver, "long", [2] * 24, 1)
+    cut = [prompt_chunks(step(driver)) for _ in range(3)]
+    assert cut == [[("long", 0, 8)], [("long", 8, 8)], [("long", 16, 8)]]
+
+
+def test_the_more_prompt_waits_for_each_decode_the_larger_its_share():
+    driver = Driver(budget=64, mixed_budget=12, block_size=4, num_blocks=200)
+    talking(driver, 4)
+    ask(driver, "long", [2] * 80, 1)
+    ask(driver, "behind", [3] * 80, 1)
+    # 160 tokens within 4 iterations, the last quarter of the room for the one behind.
+    assert prompt_chunks(step(driver)) == [("long", 0, 28), ("behind", 0, 12)]
+    driver = Driver(budget=64, mixed_budget=12, block_size=4, num_blocks=200)
+    talking(driver, 1)
+    ask(driver, "long", [2] * 160, 1)
+    assert prompt_chunks(step(driver)) == [("long", 0, 60)]
+
+
+def test_decodes_that_fill_the_mixed_budget_leave_half_of_it_to_prompts():
+    driver = Driver(budget=64, mixed_budget=12, block_size=2, num_blocks=400, max_num_seqs=32)
+    talking(driver, 20)
+    ask(driver, "long", [2] * 30, 1)
+    assert prompt_chunks(step(driver)) == [("long", 0, 6)]
+
+
 def test_decodes_beyond_the_reserve_take_turns():
     driver = Driver(budget=4, block_size=4, max_num_seqs=8)
     for name in "abcd":
@@ -242,6 +284,20 @@ def test_small_request_passes_one_that_waits_for_memory_but_not_for_ever():
     assert all(c[0] != "late" for c in chunks(step(driver)))
     driver.run()
     assert driver.finish("big") == driver.finish("late") == "length"
+
+
+def test_prompt_that_is_scored_waits_for_room_for_all_of_it_as_it_shares_no_blocks():
+    driver = Driver(num_blocks=36, block_size=1, budget=64)
+    beginning = list(range(16))
+    ask(driver, "first", [*beginning, 20], 8)
+    step(driver)
+    scored = ask(driver, "scored", [*beginning, 1, 2, 3, 4], prompt_logprobs=0)
+    assert chunks(step(driver)) == [("first", 17, 1)]
+    shared = ask(driver, "shared", [*beginning, 1, 2, 3, 4])
+    assert chunks(step(driver)) == [("first", 18, 1), ("shared", 16, 4)]
+    driver.run()
+    assert driver.tokens("scored") == driver.tokens("shared") == expected_tokens(scored)
+    assert expected_tokens(scored) == expected_tokens(shared)
 
 
 def test_iteration_planned_ahead_leaves_out_sequences_known_to_end():

@@ -20,6 +20,7 @@ def worlds(draw):
         "block_size": block_size,
         "num_blocks": num_blocks,
         "budget": draw(st.sampled_from([1, 2, 3, 5, 8, 16, 64])),
+        "mixed_budget": draw(st.sampled_from([None, None, 1, 4, 12])),
         "max_num_seqs": draw(st.integers(1, 6)),
         "reuse": draw(st.booleans()) or draw(st.booleans()),
         "max_draft": draw(st.sampled_from([0, 0, 0, 0, 1, 3, 5])),

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from types import ModuleType
@@ -34,6 +34,10 @@ from xylite.runtime.step import TaskTable, TokenTable
 from xylite.runtime.token_table import Tabulator, TaskBuilder
 
 TARGET_STEP_S = 0.1
+TARGET_ITL_MS = 40.0
+# Of target_itl_ms: the rest goes to what decodes need besides their tokens (logits, long KV) and to
+# the event loop, where it shares the cores.
+MIXED_SHARE = 0.75
 MIN_BUDGET, MAX_BUDGET = 64, 8192
 MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_QUEUE = 64
@@ -119,9 +123,7 @@ def build(
         max_logprobs=config.max_logprobs,
     )
     _warm_up(executor, tabulator, limits, block_size)
-    budget = config.max_num_batched_tokens
-    if budget is None:
-        budget = _measured_budget(executor, tabulator, limits, block_size)
+    budget, mixed_budget, target_itl_ms = _budgets(config, executor, tabulator, limits, block_size)
     queued = config.max_num_queued_reqs
     resolved = msgspec.structs.replace(
         config,
@@ -132,6 +134,7 @@ def build(
         kv_cache_memory_bytes=num_blocks * layers.kv_block_bytes(spec, block_size, kv_dtype),
         max_model_len=max_len,
         max_num_batched_tokens=budget,
+        target_itl_ms=target_itl_ms,
         max_num_queued_reqs=max(4 * config.max_num_seqs, MIN_QUEUE) if queued is None else queued,
         num_threads=config.num_threads or torch.get_num_threads(),
     )
@@ -142,6 +145,7 @@ def build(
         max_num_seqs=config.max_num_seqs,
         max_queued=resolved.max_num_queued_reqs or 0,
         max_draft=(drafting.num_speculative_tokens or 0) if drafting else 0,
+        mixed_budget=mixed_budget,
     )
     drafter = None
     if drafting is not None:
@@ -406,22 +410,44 @@ def _task_builder(
     return tasks
 
 
-def _measured_budget(
+def _budgets(
+    config: EngineConfig,
+    executor: Executor,
+    tabulator: Tabulator,
+    limits: Limits,
+    block_size: int,
+) -> tuple[int, int | None, float]:
+    """(budget, mixed_budget) of the scheduler and target_itl_ms: as set, or as measured."""
+    budget, target_ms = config.max_num_batched_tokens, config.target_itl_ms
+    if target_ms is None:
+        target_ms = TARGET_ITL_MS if budget is None else 0.0
+    mixed = None
+    if budget is None or target_ms:
+        tokens_in = _measured_pace(executor, tabulator, limits, block_size)
+        budget = budget or tokens_in(TARGET_STEP_S)
+        mixed = tokens_in(MIXED_SHARE * target_ms / 1000) if target_ms else None
+    return budget, mixed, target_ms
+
+
+def _measured_pace(
     executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int
-) -> int:
-    """Tokens that the device computes in TARGET_STEP_S, from prefills of two lengths."""
+) -> Callable[[float], int]:
+    """Gives the tokens that the device computes in some seconds, from prefills of two lengths."""
     longest = min(256, limits.max_kv_tokens, limits.max_model_len)
     if longest < MIN_BUDGET:
-        return MIN_BUDGET
+        return lambda seconds: MIN_BUDGET
     short, long = longest // 4, longest
-    seconds = {
+    measured = {
         n: _prefill_seconds(executor, tabulator, limits, block_size, n) for n in (short, long)
     }
-    per_token = max((seconds[long] - seconds[short]) / (long - short), 1e-7)
-    fixed = max(seconds[short] - short * per_token, 0.0)
-    budget = int((TARGET_STEP_S - fixed) / per_token)
-    budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
-    return budget // 16 * 16
+    per_token = max((measured[long] - measured[short]) / (long - short), 1e-7)
+    fixed = max(measured[short] - short * per_token, 0.0)
+
+    def tokens_in(seconds: float) -> int:
+        budget = min(max(int((seconds - fixed) / per_token), MIN_BUDGET), MAX_BUDGET)
+        return budget // 16 * 16
+
+    return tokens_in
 
 
 def _warm_up(executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int) -> None:

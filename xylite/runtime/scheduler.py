@@ -35,6 +35,7 @@ class Scheduler(Queues):
     max_num_seqs  sequences that run at once (rows)
     max_queued    sequences that may wait beyond them
     max_draft     longest draft, for the decode reserve
+    mixed_budget  tokens of an iteration that decodes share with prompts; None = budget
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Scheduler(Queues):
         max_num_seqs: int,
         max_queued: int,
         max_draft: int = 0,
+        mixed_budget: int | None = None,
     ):
         super().__init__(blocks, max_num_seqs=max_num_seqs, max_queued=max_queued)
         self.budget = budget
         self.max_draft = max_draft
+        self.mixed_budget = budget if mixed_budget is None else min(mixed_budget, budget)
         self._number = 0
 
     @staticmethod
@@ -107,7 +110,8 @@ class Scheduler(Queues):
         used = self._plan_decodes(plan, decodes, share, now, ahead)
         if used is None:
             return None
-        self._plan_prefills(plan, prefills, self.budget - used, now, ahead)
+        room = self._prefill_room(prefills, used, len(plan.chunks))
+        self._plan_prefills(plan, prefills, room, now, ahead)
         if not plan.chunks and share == 0:  # prefill had its turn, and found no blocks
             used = self._plan_decodes(plan, decodes, self.budget, now, ahead)
         if used is None or not plan.chunks:
@@ -135,6 +139,19 @@ class Scheduler(Queues):
             if prefill_demand >= self.budget:
                 break
         return min(demand, max(reserve, self.budget - prefill_demand))
+
+    def _prefill_room(self, prefills: list[Sequence], used: int, num_decodes: int) -> int:
+        """Tokens for prompts beside decodes of `used` tokens.
+
+        Every one of them makes each decode wait, so they fill mixed_budget only, or half of it if
+        decodes alone fill it. What waits shall not take more iterations than sequences decode,
+        though: the more prompts there are for each decode, the larger their share.
+        """
+        left = self.budget - used
+        if not num_decodes or self.mixed_budget == self.budget:
+            return left
+        room = max(self.mixed_budget - used, (self.mixed_budget + 1) // 2)
+        return min(max(room, sum(s.remaining for s in prefills) // num_decodes), left)
 
     def _plan_decodes(
         self, plan: Plan, decodes: list[Sequence], share: int, now: float, ahead: bool
@@ -309,8 +326,11 @@ class Scheduler(Queues):
         if not self.free_rows:
             return False
         if self.running:
+            free = self.blocks.num_free
             need = -(-len(seq.tokens) // self.blocks.block_size) + 1 + claimed
-            if need > self.blocks.num_free and need - self.blocks.held(seq) > self.blocks.num_free:
+            if need > free and not seq.wants_prompt_logprobs:  # they share no blocks
+                need -= self.blocks.held(seq)
+            if need > free:
                 return False
         self.waiting.remove(seq)
         self.running.append(seq)

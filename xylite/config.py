@@ -47,8 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         about(
-            "Type of weights and KV; auto takes the checkpoint's own, and on the CPU keeps weights "
-            "that a GGUF file holds as Q8_0, Q4_0 or Q4_1 as they are.",
+            "Type of weights and KV; auto takes the checkpoint's own, and bfloat16 where that is "
+            "quantised.",
             "model",
         ),
     ] = "auto"

@@ -185,7 +185,7 @@ def _params(
     dtype: torch.dtype,
     max_len: int,
 ) -> Any:
-    """A model's weights. Stored ones stay quantised unless a dtype or another format is asked for.
+    """A model's weights; those that a file stores quantised stay so only if that is asked for.
 
     described  of `models.describe`
     """

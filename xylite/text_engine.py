@@ -54,6 +54,7 @@ class TextEngine:
     tokenizer         the model's tokenizer
     state             "loading", "ready", "draining", "closed", or "dead" (the engine failed:
                       restart the process)
+    dead              set when the state becomes "dead"; every stream is told
     created           Unix time of the start
     observers         told about every ended request
     """
@@ -69,6 +70,7 @@ class TextEngine:
         self.model_names: tuple[str, ...] = config.served_model_name or (_model_name(config),)
         self.sampling_defaults: Mapping[str, Any] = {}
         self.observers: list[Observer] = []
+        self.dead = asyncio.Event()
         self._deliveries = Turnstile(READERS_PER_TURN)
         self._template: ChatTemplate | None = None
         self._end_tokens: frozenset[int] = frozenset()
@@ -111,6 +113,7 @@ class TextEngine:
             drafter=parts.drafter,
         )
         self._engine.observers = self.observers
+        self._engine.dead = self.dead
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -151,8 +151,9 @@ class FakeStream:
                 self._call.num_events += 1
                 yield item
             if self._engine.is_aborting:
-                self._end("abort")
-                error = EngineError("the server is shutting down", code="shutdown")
+                is_dead = self._engine.dead.is_set()
+                self._end("error" if is_dead else "abort")
+                error = EngineError("stopped", code="engine_dead" if is_dead else "shutdown")
                 yield TextEvent(index=0, finish_reason="error", error=error)
                 return
         self._end("stop")
@@ -184,6 +185,7 @@ class FakeEngine:
         self.limits = Limits(0x110000, max_model_len, max_model_len)
         self.sampling_defaults: Mapping[str, Any] = defaults or {}
         self.state = "ready"
+        self.dead = asyncio.Event()
         self.created = 1_700_000_000
         self.observers: list[Any] = []
         self.script = script
@@ -295,8 +297,10 @@ class FakeEngine:
             await self.until(lambda: not self._running)
 
     def die(self) -> None:
-        """Fail for good, without telling any stream."""
+        """Fail for good, and tell every stream."""
         self.state = "dead"
+        self.dead.set()
+        self.is_aborting = True
         self._tell()
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -321,7 +325,7 @@ class FakeEngine:
             await self._changed.wait()
 
     async def either(self, event: asyncio.Event) -> None:
-        """Wait for `event`, or for the end of a drain."""
+        """Wait for `event`, or for the end of a drain or of the engine."""
         waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self._aborting())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -37,7 +37,8 @@ async def test_render_takes_what_is_sent_to_it() -> None:
 def test_attributes_are_those_of_the_real_one() -> None:
     real = TextEngine(EngineConfig(model="x"))
     declared = {"limits"}  # set at start
-    for name in ("config", "model_names", "sampling_defaults", "created", "observers", "limits"):
+    names = ("config", "model_names", "sampling_defaults", "created", "observers", "limits", "dead")
+    for name in names:
         assert hasattr(FakeEngine(), name)
         assert hasattr(real, name) or name in declared
     assert real.state == "loading"

@@ -63,7 +63,8 @@ class Usage:
 
     def count(self, prompt: int, event: TextEvent) -> None:
         """Take an event into account; events carry running totals."""
-        self._cached[prompt] = max(self._cached.get(prompt, 0), event.num_cached)
+        if event.index == 0:  # the others find what this one has just computed
+            self._cached[prompt] = event.num_cached
         self._output[prompt, event.index] = event.num_output
 
     @property
@@ -183,11 +184,13 @@ async def _streamed(request: web.Request, form: Form, delivery: Delivery) -> web
     # Comment lines go out a little early rather than one tick late.
     interval = request.app[SERVICE].config.sse_keep_alive_interval * 0.9
     async for batch in delivery.batches():
-        if batch:
-            data = await form.chunks(batch)
+        data = await form.chunks(batch) if batch else b""
+        if delivery.is_over:
             # The end travels with the last text: one write, one packet.
-            await stream.send(data + form.end() + DONE if delivery.is_over else data)
-        elif interval and stream.silent_s >= interval:
+            await stream.send(data + form.end() + DONE)
+        elif data or not interval or stream.silent_s < interval:
+            await stream.send(data)
+        else:  # whether nothing came or what came makes no text yet
             await stream.send(KEEP_ALIVE)
     return stream.response
 

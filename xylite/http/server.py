@@ -18,7 +18,6 @@ from xylite.text_engine import TextEngine
 
 # After the engine is done: time for the last bytes to leave.
 FLUSH_S = 5.0
-ENGINE_LOOK_S = 0.5
 
 _log = logging.getLogger("xylite.http")
 
@@ -139,11 +138,6 @@ def _catch_signals(signals: asyncio.Queue[int]) -> list[signal.Signals]:
     return caught
 
 
-async def _engine_death(engine: TextEngine) -> None:
-    while engine.state != "dead":
-        await asyncio.sleep(ENGINE_LOOK_S)
-
-
 async def _first(*work: asyncio.Task[object]) -> asyncio.Task[object]:
     """The task that ends first; the others go on."""
     done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +148,7 @@ async def _until_stopped(
     engine: TextEngine, config: ServerConfig, signals: asyncio.Queue[int]
 ) -> int:
     loop = asyncio.get_running_loop()
-    death: asyncio.Task[object] = loop.create_task(_engine_death(engine))
+    death: asyncio.Task[object] = loop.create_task(engine.dead.wait())
     stop: asyncio.Task[object] = loop.create_task(signals.get())
     drain: asyncio.Task[object] | None = None
     try:

@@ -17,7 +17,7 @@ from xylite.errors import DeadlineExceeded, EngineError, RequestError, XyliteErr
 from xylite.http.service import SERVICE, Service, engine_dead, shutting_down
 from xylite.text_engine import TextEvent, TextLogprob, TextStream
 
-# How often a waiting request looks whether its client and its engine are still there.
+# How often a waiting request looks whether its client is still there.
 TICK_S = 1.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -156,7 +156,13 @@ class Delivery:
         self._pending: dict[tuple[int, int], Pending] = {}
         self._started = self._closing = False
         self._failure: BaseException | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timers = [
+            self._loop.call_at(at, self._expire, at)
+            for at in (limits.first_token, limits.end)
+            if at is not None
+        ]
         self._pumps = [self._loop.create_task(self._pump(i, s)) for i, s in enumerate(streams)]
         for pump in self._pumps:
             pump.add_done_callback(self._pump_ended)
@@ -170,7 +176,7 @@ class Delivery:
         """(prompt, event) of all that came since the last batch; [] after a while of silence.
 
         At most one event per sequence and batch. Ends when every sequence has ended. Raises what
-        the engine reports, after the text that came before it; DeadlineExceeded; ClientGone.
+        the engine reports, or DeadlineExceeded, after the text that came before it; ClientGone.
         """
         while not self.is_over:
             if not self._is_ready() and self._failure is None:
@@ -182,12 +188,14 @@ class Delivery:
             elif self._failure is not None:
                 raise self._failure
             else:
-                self._check()
+                self._require_client()
             yield batch
 
     async def aclose(self) -> None:
         """Stop what still runs."""
         self._closing = True
+        for timer in self._timers:
+            timer.cancel()
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -227,7 +235,21 @@ class Delivery:
         if task.cancelled() and not self._closing:
             failure = EngineError("the engine stopped this request", code="aborted")
         if failure is not None:
-            self._failure = self._failure or failure
+            self._fail(failure)
+
+    def _expire(self, at: float) -> None:
+        """A time limit has come. Here and not where batches are taken, as a client that reads
+        slowly may take the next one much later."""
+        try:
+            self._limits.check(self._started, at)
+        except DeadlineExceeded as e:
+            self._fail(e)
+
+    def _fail(self, failure: BaseException) -> None:
+        """Stop the work now; the failure is told after the text that came, if that is not all."""
+        if self._failure is None:
+            self._failure = failure
+            self._stopping = self._loop.create_task(self.aclose())
             self._wake()
 
     def _is_ready(self) -> bool:
@@ -238,18 +260,16 @@ class Delivery:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        limit = self._limits.next(self._started)
-        until = self._loop.time() + self._tick_s
         self._waiter = self._loop.create_future()
-        timer = self._loop.call_at(until if limit is None else min(until, limit), self._wake)
+        timer = self._loop.call_later(self._tick_s, self._wake)
         try:
             await self._waiter
         finally:
             timer.cancel()
             self._waiter = None
 
-    def _check(self) -> None:
-        """Raise if there is a reason not to wait any longer.
+    def _require_client(self) -> None:
+        """ClientGone if there is none.
 
         A runner without handler_cancellation (an application of someone else's) does not tell us
         that a client has left, hence the look at the transport.
@@ -257,10 +277,6 @@ class Delivery:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ClientGone
-        if self._service.engine.state == "dead":
-            raise engine_dead()
-        # Timers of uvloop count in milliseconds and may fire that much early.
-        self._limits.check(self._started, self._loop.time() + 0.001)
 
 
 class EventStream:

@@ -114,6 +114,10 @@ def test_a_list_does_not_swallow_the_model_that_is_still_to_come():
         (["--limit.a", "1"], "unknown flag --limit.a"),
         (["--limit+", "1"], "unknown flag --limit+"),
         (["--levels", "1,x"], "--levels: "),
+        (["--prompt", ""], "--prompt needs a value"),
+        (["--prompt=", "--fast"], "--prompt needs a value"),
+        (["--levels", " ,"], "--levels needs a value"),
+        (["--limit="], "--limit needs a value"),
         (["m", "p", "q"], "'q' is one argument too many"),
         (["--trust-remote-code"], "--trust-remote-code: xylite never runs code"),
     ],
@@ -189,7 +193,7 @@ def test_every_setting_in_bytes_takes_them(tmp_path: Path):
     assert (engine.kv_cache_memory_bytes, server.max_request_bytes) == (2 << 30, 1_000_000)
     with pytest.raises(ConfigError, match="--max-request-bytes: expected a number of bytes such"):
         parse(serve, ["--max-request-bytes", "1Mbit"], {})
-    with pytest.raises(ConfigError, match="--max-num-seqs: expected a whole number such"):
+    with pytest.raises(ConfigError, match="--max-num-seqs: expected a whole number from 1"):
         parse(serve, ["--max-num-seqs", "1KiB"], {})
 
 
@@ -236,6 +240,12 @@ def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, said:
 
 def test_a_file_that_is_not_there_is_said_so(tmp_path: Path):
     assert "No such file" in refusal("--config", str(tmp_path / "no.yaml"))
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_variable_is_as_good_as_none(empty: str):
+    names = ("limit", "share", "fast", "names", "levels", "colour", "nested", "prompt", "config")
+    assert toy(**dict.fromkeys(names, empty)) == Toy()
 
 
 def test_environment_is_read_like_flags_and_unknown_names_warn():

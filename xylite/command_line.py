@@ -2,6 +2,8 @@
 
     command line  >  XYLITE_NAME  >  --config FILE (or XYLITE_CONFIG)  >  default
 
+An empty variable is as good as none; a flag with an empty value is a mistake.
+
 `-` and `_` are alike, `--no-foo` turns a switch off, lists repeat or take commas, `--foo.bar 1`
 sets one key of a JSON setting, `--foo.bar+ 1` appends to it. Every mistake is a ConfigError of one
 line that names the flag and where it stood.
@@ -63,11 +65,11 @@ def parse(command: Command, argv: Sequence[str], environment: Mapping[str, str])
     given: dict[str, _Given] = {}
     if line.config_file:
         given = _from_file(f"--config {line.config_file}", line.config_file, known, others)
-    elif command.environment is None and (path := environment.get("config")):
+    elif command.environment is None and (path := environment.get("config", "").strip()):
         given = _from_file(f"XYLITE_CONFIG {path}", path, known, others)
     warnings: list[str] = []
     for name, text in environment.items():
-        if not command.reads(name):
+        if not command.reads(name) or not text.strip():
             continue
         resolved = ALIASES.get(name, name)
         if resolved in known:
@@ -122,6 +124,8 @@ def _take_apart(command: Command, known: Mapping[str, Setting], argv: Sequence[s
         if keys:
             line.parts.append((setting.name, keys, append, _Given(text, spelled)))
             continue
+        if setting.kind != "bool" and not _holds(text):
+            raise ConfigError(f"{spelled} needs a value")
         if setting.name in waiting:
             waiting.remove(setting.name)
         if setting.kind == "list":
@@ -130,6 +134,11 @@ def _take_apart(command: Command, known: Mapping[str, Setting], argv: Sequence[s
             text = [*before, *(x for t in texts for x in _items(t))]
         line.values[setting.name] = _Given(text, spelled)
     return line
+
+
+def _holds(text: str | list[str]) -> bool:
+    """Whether a flag was given something: a shell variable that is not set leaves nothing."""
+    return any(map(_items, text)) if isinstance(text, list) else bool(text.strip())
 
 
 def _positional(line: _Line, waiting: list[str], word: str) -> None:

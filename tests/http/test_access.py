@@ -12,6 +12,7 @@ from tests.http.conftest import Connect
 from tests.http.fake_engine import FakeEngine
 from tests.http.wire import CHAT, TEXT, USER, error_of
 from xylite.config import ServerConfig
+from xylite.errors import ConfigError
 from xylite.http import make_app
 
 OPEN = {"/health", "/ready", "/metrics"}
@@ -43,6 +44,12 @@ async def test_every_route_needs_a_key_but_the_probes(connect: Connect) -> None:
         assert (await status_of(client, method, path) == 401) is expected, (method, path)
         assert await status_of(client, method, path, Authorization="Bearer k2") != 401
         assert await status_of(client, "OPTIONS", path) == 401
+
+
+async def test_an_empty_key_is_refused_and_not_taken_for_none() -> None:
+    for keys in (("",), ("k1", "")):
+        with pytest.raises(ConfigError, match="api_key holds an empty key"):
+            make_app(FakeEngine(), ServerConfig(api_key=keys))  # pyright: ignore
 
 
 STRANGE_PATHS = (

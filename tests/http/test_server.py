@@ -180,6 +180,18 @@ async def test_unix_socket_of_a_running_server_is_not_taken_from_it(tmp_path: Pa
             assert (await client.get("http://anything/health")).status == 200
 
 
+@pytest.mark.parametrize("name", ["", "file", "folder"])
+async def test_a_path_that_can_be_no_socket_is_refused_and_nothing_is_left_there(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="^uds "):
+        await Listener(ServerConfig(uds=name and str(tmp_path / name))).bind()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("kind", ["port", "uds"])
 def test_address_of_a_server_that_is_still_loading_is_not_taken(

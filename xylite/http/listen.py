@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import ssl
+import stat
 from typing import Any
 
 from aiohttp import web
@@ -46,6 +47,7 @@ class Listener:
             if config.uds is not None:
                 # The loop would replace the socket of a server that runs, or loads its model, as it
                 # does a dead one's.
+                _check_socket_path(config.uds)
                 self._lock = _locked(config.uds)
                 await _refuse_if_alive(config.uds)
                 self._server = await loop.create_unix_server(
@@ -167,8 +169,17 @@ def _let_reuse(server: asyncio.Server, yes: bool) -> None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, yes)
 
 
+def _check_socket_path(path: str) -> None:
+    """ConfigError if a socket cannot be there: nothing is created beside other people's files."""
+    if not path:
+        raise ConfigError("uds is empty: it must be the path of a Unix socket", param="uds")
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"uds {path}: there is something else than a socket", param="uds")
+
+
 def _lock_file(path: str) -> str:
-    return f"{path}.lock"
+    return f"{path}.xylite-lock"
 
 
 def _locked(path: str) -> int:

@@ -120,7 +120,7 @@ async def test_keys_are_taken_from_three_headers(
 
 
 async def test_an_empty_key_opens_nothing(connect: Connect) -> None:
-    client = await connect(api_key=("", "key"))
+    client = await connect(api_key=("key",))
     response = await client.get("/v1/models", headers={"Authorization": "Bearer "})
     error = await error_of(response, 401, "invalid_api_key")
     assert error["type"] == "authentication_error"

@@ -94,7 +94,7 @@ def test_version_and_help_go_to_stdout(run: Run):
         (["bench", "latency"], "xylite: error: no command 'bench latency'; "),
         (
             ["serve", "--max-num-seqs", "0"],
-            "xylite serve: error: --max-num-seqs: expected a whole number of",
+            "xylite serve: error: --max-num-seqs: expected a whole number from 1 to 65536, got '0'",
         ),
         (["serve", "--port", "http"], "--port: expected a whole number from 0 to 65535, got 'h"),
         (["serve", "--port", "65536"], "--port: expected a whole number from 0 to 65535, got '6"),

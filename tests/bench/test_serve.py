@@ -141,6 +141,33 @@ async def test_key_and_headers_and_extra_body_are_sent(start: Start):
     assert engine.calls[0].params.temperature == 0.5
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+async def test_a_base_url_may_be_the_one_that_clients_of_openai_get(start: Start, end: str):
+    port = await start(app(FakeEngine(speaking)))
+    config = BenchConfig(
+        base_url=f"http://127.0.0.1:{port}{end}",
+        num_prompts=1,
+        random_input_len=5,
+        random_output_len=2,
+    )
+    assert await run(config) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "--base-url must begin with http:// or https://"),
+        ({"base_url": "ftp://host"}, "--base-url must begin with"),
+        ({"base_url": "http://"}, "--base-url must begin with"),
+        ({"header": ("a=b\nc",)}, "--header: 'a' holds a line break"),
+        ({"api_key": "secret\n"}, "--header: 'Authorization' holds a line break"),
+    ],
+)
+async def test_what_can_never_be_sent_is_refused_at_once(wrong: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        await run(BenchConfig(**wrong))
+
+
 async def test_a_server_that_does_not_answer_is_an_error_in_time(unused_tcp_port: int):
     config = BenchConfig(port=unused_tcp_port, ready_check_timeout_sec=0)
     async with asyncio.timeout(10):

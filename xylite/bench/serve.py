@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -147,9 +148,12 @@ async def run(config: BenchConfig) -> int:
     headers = pairs(config.header, "=", "header")
     if config.api_key:
         headers.setdefault("Authorization", f"Bearer {config.api_key}")
+    for name, value in headers.items():
+        if not f"{name}{value}".isprintable():
+            raise ConfigError(f"--header: {name!r} holds a line break or the like")
     limits = goodput_limits(config.goodput)
     items, times = load(config)
-    base = (config.base_url or f"http://{config.host}:{config.port}").rstrip("/")
+    base = base_of(config)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=config.request_timeout_sec)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -183,12 +187,12 @@ async def run(config: BenchConfig) -> int:
     )
     result |= drafts.figures(before, after)
     text = table(result, metrics=config.percentile_metrics, percentiles=config.metric_percentiles)
-    failures = errors(outcomes)
-    if failures:
-        console.complain(failures)
     if config.save_result or config.save_detailed or config.result_filename:
         _save(config, result, outcomes)
     console.say(text + "\n")
+    failures = errors(outcomes)
+    if failures:
+        console.complain(failures)
     return 0 if result["completed"] else 1
 
 
@@ -222,6 +226,16 @@ def load(config: BenchConfig) -> tuple[list[Item], list[float]]:
         items, rng, rate=config.request_rate, burstiness=config.burstiness, speed=speed
     )
     return items, times
+
+
+def base_of(config: BenchConfig) -> str:
+    """Where paths are appended to; clients of OpenAI are given it with /v1, so that is cut off."""
+    base = config.base_url or f"http://{config.host}:{config.port}"
+    if not re.match(r"https?://[^/\s]", base):
+        raise ConfigError(
+            f"--base-url must begin with http:// or https:// and a host, got {base!r}"
+        )
+    return base.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def goodput_limits(words: Sequence[str]) -> dict[str, float]:

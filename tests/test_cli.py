@@ -18,6 +18,7 @@ import pytest
 
 import xylite
 from tests.http.fake_engine import FakeEngine
+from tests.served import servers
 from xylite import cli
 from xylite.config import DRAFT_TOKENS, EngineConfig, ServerConfig
 
@@ -158,48 +159,11 @@ def test_help_takes_no_longer_than_ten_bare_interpreters():
     assert sorted(ratios)[3] < 10
 
 
-class Served:
-    """`xylite serve` in a process of its own; its stderr as it comes."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        self.process = process
-        self.log = ""
-
-    async def until(self, pattern: str) -> re.Match[str]:
-        """Reads the log until it has the pattern."""
-        async with asyncio.timeout(60):
-            while (found := re.search(pattern, self.log)) is None:
-                assert self.process.stderr is not None
-                line = await self.process.stderr.readline()
-                assert line, f"it ended without {pattern!r}:\n{self.log}"
-                self.log += line.decode()
-            return found
-
-    async def end(self) -> int:
-        async with asyncio.timeout(60):
-            _, rest = await self.process.communicate()
-        self.log += rest.decode()
-        assert self.process.returncode is not None
-        return self.process.returncode
-
-
 @pytest.fixture
 async def served() -> AsyncIterator[Callable[..., Any]]:
     """served(words...) -> Served."""
-    processes: list[asyncio.subprocess.Process] = []
-
-    async def start(*words: str) -> Served:
-        process = await asyncio.create_subprocess_exec(
-            *fake("serve", *words), stdout=-3, stderr=asyncio.subprocess.PIPE, cwd=ROOT
-        )
-        processes.append(process)
-        return Served(process)
-
-    yield start
-    for process in processes:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
+    async with servers() as made:
+        yield lambda *words: made.start(*fake("serve", *words))
 
 
 async def test_serve_says_what_runs_where_and_its_curl_line_works(served: Callable[..., Any]):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,10 +13,9 @@ import pytest
 
 from tests.end_to_end.smollm2 import NUM, NUM_TEXT
 from tests.end_to_end.variants import tiny
+from tests.served import END_S, Served, servers
 
-ROOT = Path(__file__).parent.parent.parent
 ENDLESS = {"prompt": NUM, "temperature": 0, "ignore_eos": True, "stream": True}
-START_S, END_S = 100, 30
 
 pytestmark = pytest.mark.model
 
@@ -42,59 +40,20 @@ sys.exit(cli.main(sys.argv[3:]))
 """
 
 
-class Served:
-    """A server in a process of its own, and what it wrote to stderr so far."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        self.process = process
-        self.log = ""
-        self.url = ""
-
-    async def until(self, pattern: str) -> re.Match[str]:
-        """Reads the log until it has the pattern."""
-        async with asyncio.timeout(START_S):
-            while (found := re.search(pattern, self.log)) is None:
-                assert self.process.stderr is not None
-                line = await self.process.stderr.readline()
-                assert line, f"it ended without {pattern!r}:\n{self.log}"
-                self.log += line.decode()
-            return found
-
-    async def end(self) -> int:
-        """Its exit code, once it ends by itself."""
-        async with asyncio.timeout(END_S):
-            _, rest = await self.process.communicate()
-        self.log += rest.decode()
-        assert self.process.returncode is not None
-        return self.process.returncode
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[..., Any]]:
     """serve(words...) -> Served, listening; before=what to run instead of `-m xylite`."""
-    processes: list[asyncio.subprocess.Process] = []
+    async with servers() as made:
 
-    async def start(*words: str, before: tuple[str, ...] = ("-m", "xylite")) -> Served:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-W", "error", *before, "serve", *words),
-            *("--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "100Mi"),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-        )
-        processes.append(process)
-        served = Served(process)
-        served.url = (await served.until(r"URL +(http://127\.0\.0\.1:\d+)\n")).group(1)
-        return served
+        async def start(*words: str, before: tuple[str, ...] = ("-m", "xylite")) -> Served:
+            served = await made.start(
+                *(sys.executable, "-W", "error", *before, "serve", *words),
+                *("--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "100Mi"),
+            )
+            served.url = (await served.until(r"URL +(http://127\.0\.0\.1:\d+)\n")).group(1)
+            return served
 
-    yield start
-    for process in processes:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
+        yield start
 
 
 @pytest.fixture
@@ -132,7 +91,7 @@ async def test_sigterm_lets_streams_end_and_takes_no_new_ones(serve, session, sm
         events = await events_of(response, 5)
         async with session.get(f"{server.url}/health") as kept:
             await kept.read()
-        server.signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         await server.until("stopping")
         try:
             async with session.post(f"{server.url}/v1/completions", json=body) as late:
@@ -154,9 +113,9 @@ async def test_second_sigterm_ends_at_once_and_tells_the_streams(serve, session,
     body = {**ENDLESS, "max_tokens": 8000}
     async with session.post(f"{server.url}/v1/completions", json=body) as response:
         await events_of(response, 5)
-        server.signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         await server.until("stopping")
-        server.signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         events = await events_of(response)
     assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "draining"
     assert await server.end() == 128 + signal.SIGTERM
@@ -169,7 +128,7 @@ async def test_streams_longer_than_the_shutdown_timeout_are_told(serve, session,
     body = {**ENDLESS, "max_tokens": 8000}
     async with session.post(f"{server.url}/v1/completions", json=body) as response:
         await events_of(response, 5)
-        server.signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
         events = await events_of(response)
     assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "draining"
     assert await server.end() == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from xylite.bench.client import Target, request_body
 from xylite.bench.data import (
     FIRST_ID,
     Item,
@@ -62,6 +63,23 @@ def test_a_workload_file_gives_prefix_and_own_ids(tmp_path: Path):
         Item((4,), 6, 1.5),
         Item("text", 7),
     ]
+
+
+def test_texts_for_drafts_are_read_whole_and_chats_with_their_messages(tmp_path: Path):
+    text = (TRACES / "speculation.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    items = read_workload(TRACES / "speculation.jsonl")
+    assert len(items) == len(rows)
+    for row, item in zip(rows, items, strict=True):
+        assert list(item.messages) == row.get("messages", [])
+        assert item.prompt == row.get("prompt", row.get("messages", [{}])[-1].get("content"))
+    target = Target(url="", backend="openai-chat", model="m", headers={}, body={})
+    assert request_body(target, items[-1])["messages"] == items[-1].messages
+    assert request_body(target, items[0])["messages"][0]["content"] == items[0].prompt
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"messages": []}')
+    with pytest.raises(ConfigError, match=r"request 1: IndexError"):
+        read_workload(file)
 
 
 @pytest.mark.parametrize(

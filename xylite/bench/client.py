@@ -104,7 +104,7 @@ def request_body(target: Target, item: Item) -> dict[str, Any]:
         body |= {"prompt": item.prompt, "max_tokens": item.max_tokens}
     else:
         body |= {
-            "messages": [{"role": "user", "content": item.prompt}],
+            "messages": item.messages or [{"role": "user", "content": item.prompt}],
             "max_completion_tokens": item.max_tokens,
         }
     return body | dict(target.body)

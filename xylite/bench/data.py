@@ -34,11 +34,13 @@ class Item:
     prompt      token ids, or text
     max_tokens  tokens to ask for
     arrival_s   when it arrives, from the first one; None = the data says nothing about it
+    messages    the chat, for APIs that take one; the prompt is its last message then
     """
 
     prompt: str | tuple[int, ...]
     max_tokens: int
     arrival_s: float | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 def random_items(
@@ -69,28 +71,31 @@ def read_workload(path: Path) -> list[Item]:
 
     Either a first line {"workload": NAME, "prefixes": {NAME: [ids]}} and then lines of {"prefix",
     "ids", "max_tokens", "arrival"}; or lines of {"prompt": text or ids, "max_tokens" or
-    "output_tokens", "arrival"}.
+    "output_tokens", "arrival"}, with a chat's "messages" for "prompt" if it is one.
     """
     rows = list(_json_lines(path))
     prefixes: Mapping[str, list[int]] = {}
-    if rows and "workload" in rows[0]:
+    if rows and "workload" in rows[0] and not rows[0].keys() & {"prompt", "messages"}:
         prefixes = rows.pop(0).get("prefixes", {})
     items: list[Item] = []
     for number, row in enumerate(rows, 2 if prefixes else 1):
+        messages: tuple[Any, ...] = ()
         try:
-            if "ids" in row:
-                prompt: Any = (
+            if "messages" in row:
+                messages = tuple(row["messages"])
+                prompt: Any = str(messages[-1]["content"])
+            elif "ids" in row:
+                prompt = (
                     (*prefixes[row["prefix"]], *row["ids"]) if row.get("prefix") else row["ids"]
                 )
             else:
                 prompt = row["prompt"]
             max_tokens = int(row.get("max_tokens") or row.get("output_tokens") or 128)
             arrival = None if row.get("arrival") is None else float(row["arrival"])
-        except (KeyError, TypeError, ValueError) as e:
+        except (IndexError, KeyError, TypeError, ValueError) as e:
             raise ConfigError(f"{path}: request {number}: {type(e).__name__}: {e}") from None
-        items.append(
-            Item(prompt if isinstance(prompt, str) else tuple(prompt), max_tokens, arrival)
-        )
+        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+        items.append(Item(prompt, max_tokens, arrival, messages))
     if not items:
         raise ConfigError(f"{path} has no requests")
     return items

@@ -25,7 +25,7 @@ from xylite.runtime.stats import Observer, RequestRecord, Tallies, snapshot
 from xylite.runtime.step import Step, StepResult
 from xylite.runtime.token_table import Tabulator, fill_masks
 
-PLAN_MARGIN_S = 0.002  # the next iteration is planned this long before the device is expected idle
+PLAN_MARGIN_S = 0.003  # the next iteration is planned this long before the device is expected idle
 MAX_FAILED_STEPS = 5  # so many failing one after the other raise the question: is it the device?
 
 _log = logging.getLogger(__name__)

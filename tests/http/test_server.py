@@ -326,6 +326,29 @@ async def test_headers_that_are_too_large_are_431_and_not_sent_back(sent: bytes,
     assert "aaa" not in body
 
 
+@pytest.mark.parametrize(
+    ("head", "answers"),
+    [
+        ("Expect: 100-continue\r\nAuthorization: Bearer k", ["100 Continue", "200 OK"]),
+        ("Expect: 100-Continue\r\nAuthorization: Bearer wrong", ["401 Unauthorized"]),
+        ("Expect: miracles\r\nAuthorization: Bearer k", ["200 OK"]),
+    ],
+)
+async def test_a_body_is_asked_for_when_it_is_wanted(head: str, answers: list[str]) -> None:
+    body = json.dumps({"prompt": "a"})
+    lines = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{head}\r\n"
+    )
+    sent = f"{lines}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+    async with serving(FakeEngine(), api_key=("k",)) as (url, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(sent)
+        got = (await reader.read()).decode()
+        writer.close()
+    assert re.findall(r"^HTTP/1\.1 (.*)\r$", got, re.MULTILINE) == answers
+    assert json.loads(got.rpartition("\r\n\r\n")[2])
+
+
 async def check_refused(sent: bytes, said: str, status: str, code: str) -> str:
     async with serving(FakeEngine()) as (url, _):
         head, body = await exchange(url, sent)

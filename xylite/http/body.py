@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import TypeVar
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from xylite.errors import TooLarge
 from xylite.http.access import request_id_of
@@ -61,6 +61,22 @@ def _is_charset(parameter: str) -> bool:
     return parameter.strip().lower().startswith("charset=")
 
 
+async def continue_later(request: web.Request) -> None:
+    """What becomes of an Expect header before a request is looked at: nothing.
+
+    `read_body` answers 100-continue, when it wants the body: who is refused need not send it.
+    Other expectations are none that HTTP knows.
+    """
+
+
+async def _say_continue(request: web.Request) -> None:
+    expected = request.headers.get(hdrs.EXPECT, "").strip().lower()
+    if expected != "100-continue" or request.version < HttpVersion11:
+        return
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # that was none of the answer
+
+
 async def read_body(request: web.Request) -> bytes:
     """The body; TooLarge over max_request_bytes, HttpError 408 if it comes too slowly.
 
@@ -71,6 +87,7 @@ async def read_body(request: web.Request) -> bytes:
     too_large = TooLarge(f"the request body is larger than the limit of {limit} bytes")
     if request.content_length is not None and request.content_length > limit:
         raise too_large
+    await _say_continue(request)
     size = 0
     chunks: list[bytes] = []
     try:

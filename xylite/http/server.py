@@ -10,6 +10,7 @@ from aiohttp import web
 from xylite.config import ServerConfig
 from xylite.http import chat, completions, models
 from xylite.http.access import OPEN_HANDLERS, add_headers, guard, identify, is_loopback
+from xylite.http.body import continue_later
 from xylite.http.failures import failures
 from xylite.http.listen import Listener
 from xylite.http.metrics import Metrics
@@ -55,6 +56,7 @@ def make_app(
     app[OPEN_HANDLERS] = frozenset({models.health, models.ready, models.metrics})
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_observing)
+    later = {"expect_handler": continue_later}
     app.add_routes(
         [
             web.get("/", models.root),
@@ -64,10 +66,10 @@ def make_app(
             web.get("/metrics", models.metrics),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{id:.+}", models.retrieve_model),
-            web.post("/v1/chat/completions", chat.chat_completions),
-            web.post("/v1/completions", completions.completions),
-            web.post("/tokenize", models.tokenize),
-            web.post("/detokenize", models.detokenize),
+            web.post("/v1/chat/completions", chat.chat_completions, **later),
+            web.post("/v1/completions", completions.completions, **later),
+            web.post("/tokenize", models.tokenize, **later),
+            web.post("/detokenize", models.detokenize, **later),
         ]
     )
     return app

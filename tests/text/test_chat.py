@@ -279,9 +279,9 @@ def test_text_parts_become_what_the_template_takes():
         ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'; this model takes text"),
         ({"type": "input_audio"}, "'input_audio'"),
         ({"type": ["x"]}, "of type"),
-        ({"type": "text"}, "has no text"),
-        ({"type": "text", "text": None}, "has no text"),
-        (7, "has no text"),
+        ({"type": "text"}, "has no text, got "),
+        ({"type": "text", "text": None}, "has no text, got "),
+        (7, "has no text, got "),
     ],
 )
 def test_parts_that_are_no_text_are_named(part: Any, message: str):
@@ -430,7 +430,7 @@ def test_deep_nesting_is_refused():
 
 @pytest.mark.parametrize("message", [7, "x", None, ["a"]])
 def test_message_that_is_no_object_is_named(message: Any):
-    with pytest.raises(RequestError, match=r"messages\[1\] is not an object"):
+    with pytest.raises(RequestError, match=r"messages\[1\] must be an object, got "):
         text_of(CHATML, USER, message)
 
 
@@ -441,7 +441,7 @@ def test_tool_calls_that_are_no_list_of_objects_are_named(calls: Any):
 
 
 def test_tools_are_objects():
-    with pytest.raises(RequestError, match="tools must be a list of objects"):
+    with pytest.raises(RequestError, match=r"tools\[0\] must be an object, got 7"):
         text_of(CHATML, USER, tools=[7])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from xylite.errors import RequestError
-from xylite.runtime.request import check_list
+from xylite.runtime.request import check_list, short
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
 from xylite.text.written import plain, spans_of, written
@@ -140,8 +140,13 @@ def render_chat(
             param="continue_final_message",
         )
     extra = _checked_kwargs(template_kwargs or {})
-    if not all(map(_is_object, tools or ())):
-        raise RequestError("tools must be a list of objects", param="tools")
+    if tools is not None:
+        check_list("tools", tools, "objects")
+    for i, tool in enumerate(tools or ()):
+        if not _is_object(tool):
+            raise RequestError(
+                f"tools[{i}] must be an object, got {short(tool)}", param=f"tools[{i}]"
+            )
     _check_size("messages", messages, "tools", tools, "chat_template_kwargs", extra)
     conversation = prepare_messages(messages, template)
     mark = ""
@@ -201,7 +206,7 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 def _prepared(index: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not _is_object(message):
-        raise RequestError(f"{where} is not an object", param=where)
+        raise RequestError(f"{where} must be an object, got {short(message)}", param=where)
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise RequestError(
@@ -242,7 +247,8 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
         return content if template.strings else [{"type": "text", "text": content}]
     if not _is_list(content):
         raise RequestError(
-            f"{where}.content must be a string or a list of parts", param=f"{where}.content"
+            f"{where}.content must be a string or a list of parts, got {short(content)}",
+            param=f"{where}.content",
         )
     texts: list[str] = []
     for i, part in enumerate(content):
@@ -258,7 +264,8 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
             )
         if not isinstance(text, str):
             raise RequestError(
-                f"{where}.content[{i}] has no text", param=f"{where}.content[{i}].{kind}"
+                f"{where}.content[{i}] has no text, got {short(part)}",
+                param=f"{where}.content[{i}].{kind}",
             )
         texts.append(text)
     if template.parts:
@@ -269,7 +276,8 @@ def _content(where: str, content: Any, template: ChatTemplate) -> str | list[dic
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     if not _is_list(calls) or not all(map(_is_object, calls)):
         raise RequestError(
-            f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls"
+            f"{where}.tool_calls must be a list of objects, got {short(calls)}",
+            param=f"{where}.tool_calls",
         )
     out: list[dict[str, Any]] = []
     for call in calls:

@@ -10,7 +10,7 @@ import ctranslate2  # pyright: ignore[reportMissingImports] (in its own environm
 from bench.compare import child
 
 
-def load(start: child.Start) -> tuple[child.Timed, dict[str, str]]:
+def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
     generator = ctranslate2.Generator(
         start.model,
         device="cpu",
@@ -37,7 +37,7 @@ def load(start: child.Start) -> tuple[child.Timed, dict[str, str]]:
         assert all(len(r.sequences_ids[0]) == new for r in results), "an answer was cut short"
         return took
 
-    return child.Timed(len(tokens), seconds), child.version("ctranslate2")
+    return child.Model(len(tokens), seconds), child.version("ctranslate2")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] (i
 from bench.compare import child
 
 
-def load(start: child.Start) -> tuple[child.Timed, dict[str, str]]:
+def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
     llm = LLM(model=start.model, enable_prefix_caching=False, **start.settings)
 
     def seconds(prompts: child.Prompts, new: int) -> float:
@@ -20,7 +20,7 @@ def load(start: child.Start) -> tuple[child.Timed, dict[str, str]]:
         return took
 
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    return child.Timed(vocab_size, seconds), child.version("vllm", "torch")
+    return child.Model(vocab_size, seconds), child.version("vllm", "torch")
 
 
 # vLLM's workers import this module again.

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from tests.kernels_cpu import tables
 from tests.models import tiny
 from xylite import cli, models, ops, tune
+from xylite.checkpoint import open_checkpoint
+from xylite.config import EngineConfig
 from xylite.errors import XyliteError
 from xylite.kernels_cpu import tuning
+from xylite.kernels_cpu.packed import PackedLinear, PackedQuant, format_of
 from xylite.models import weights
-from xylite.ops import Ops, Product, cpu, reference
+from xylite.ops import Ops, Product, Tuner, cpu, reference
+from xylite.runtime.build import build
 
 PRODUCT = Product((torch.zeros(8, 4),), 8, 4, False, False, None, 0.0, 512, torch.float32)
 BUCKET = (16, 31)
@@ -236,6 +241,47 @@ def test_wrong_usage_is_one_line_and_code_2(
     assert err.startswith("xylite tune: error: ") and said in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("quantization", [None, "stored", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_products_tuned_are_those_of_the_weights_served(
+    table: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None,
+    dtype: str,
+):  # fmt: skip
+    cfg, path = tiny.config(), tmp_path / "m.gguf"
+    tiny.save_gguf(path, cfg, tiny.tensors(cfg), gguf.GGMLQuantizationType.Q4_1)
+    quick(monkeypatch, table)
+    tuned: list[tuple[str, int, int]] = []
+
+    def note(tuner: Tuner, product: Product, *rest: Any) -> None:
+        tuned.extend((tuner.format_of(w), product.n, product.k) for w in product.weights)
+
+    monkeypatch.setattr(tune, "measure", note)
+    config = EngineConfig(
+        model=str(path), device="cpu", dtype=dtype, quantization=quantization, num_blocks=2,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    assert list(tune.tune(config)[1]) == []
+    params = build(config, open_checkpoint(str(path)), cfg["vocab_size"]).executor.model.params
+    heads = [leaf for name, leaf in packed(params).items() if "head" in name]
+    served = [leaf for name, leaf in packed(params).items() if "embed" not in name]
+    assert sorted(tuned) == sorted((format_of(w), w.n, w.k) for w in served)
+    assert [format_of(w) for w in heads] == [
+        {None: {"auto": "bf16", "float32": "fp32"}[dtype], "stored": "int4-32-min"}.get(
+            quantization, "int8-64"
+        )
+    ]
+
+
+def packed(params: Any) -> dict[str, PackedLinear | PackedQuant]:
+    """The weights of a model by name."""
+    of_model = {name: getattr(params, name) for name in ("embed", "head")}
+    names = ("qkv", "out", "gate_up", "down")
+    of_layers = {
+        f"{i}.{n}": getattr(layer, n) for i, layer in enumerate(params.layers) for n in names
+    }
+    return {**of_model, **of_layers}
+
+
 def test_an_unknown_format_is_named_with_those_that_exist(
     table: Ops, tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -243,7 +289,8 @@ def test_an_unknown_format_is_named_with_those_that_exist(
     quick(monkeypatch, table)
     assert run(str(tiny_model), "-q", "fp7") == 2
     assert (
-        "quantization 'fp7' is not there on cpu (there is: int4, int8)" in capsys.readouterr().err
+        "quantization 'fp7' is not there on cpu (there is: int4, int8, stored)"
+        in capsys.readouterr().err
     )
 
 

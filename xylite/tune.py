@@ -24,7 +24,7 @@ from xylite import models, ops, tree
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError, XyliteError
-from xylite.models import weights
+from xylite.models import served, weights
 from xylite.models.spec import Leaf, ModelSpec
 from xylite.ops import Batch, Ops, Product, Tuner
 
@@ -83,26 +83,10 @@ def tune(config: EngineConfig, budget_s: float = 0.4) -> tuple[Path, Iterator[Re
     checkpoint = open_checkpoint(config.model, with_weights=config.load_format != "dummy")
     family, spec = models.describe(checkpoint.config, checkpoint.path)
     dtype = weights.resolve_dtype(checkpoint, config.dtype)
-    if config.quantization is not None:
-        table = _quantising(table, config.quantization)
-    if config.load_format == "dummy":
-        params = weights.random_params(spec, family, table, dtype, config.seed, max_len=1)
-    else:
-        keep = config.dtype == "auto" and config.quantization is None
-        params = weights.load(checkpoint, spec, family, table, dtype, keep_stored=keep, max_len=1)
+    table = served.quantising(table, config.quantization)
+    params = served.load(config, checkpoint, (family, spec), table, dtype)
     found = products(family, spec, params, table, table.act_dtype(dtype))
     return tuner.path, _measure_all(tuner, found, budget_s)
-
-
-def _quantising(table: Ops, name: str) -> Ops:
-    packer = table.packers.get(name)
-    if packer is None:
-        known = ", ".join(sorted(table.packers)) or "none"
-        raise ConfigError(
-            f"quantization {name!r} is not there on {table.name} (there is: {known})",
-            param="quantization",
-        )
-    return replace(table, pack_linear=packer)
 
 
 def _measure_all(tuner: Tuner, found: Sequence[Product], budget_s: float) -> Iterator[Result]:

@@ -1,5 +1,6 @@
 """Llama against transformers, under any schedule."""
 
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.models.driver import Chunk, Driver, random_schedule
 from xylite import models, ops, tree
 from xylite.checkpoint import open_checkpoint
 from xylite.models import layers, weights
+from xylite.models.spec import Rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -105,6 +107,17 @@ def test_a_draft_tree_gives_what_each_of_its_paths_gives_alone(tmp_path):
         alone = Driver(params, spec, family, table, [prompt + path], seed=3)
         expected = alone.run([[Chunk(0, 0, len(prompt) + len(path))]])[0][-1]
         torch.testing.assert_close(rows[1 + i], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_tables_are_the_same_made_in_slices(monkeypatch):
+    rope = Rope(theta=1e4, rot=16)
+    whole = layers.rope_table(rope, 100)
+    monkeypatch.setattr(layers, "ROPE_SLICE", 7)
+    assert torch.equal(layers.rope_table(rope, 100), whole)
+    assert whole[0].tolist() == [[1.0] * 8, [0.0] * 8]
+    angle = 99 * 1e4 ** (-1 / 8)
+    expected = torch.tensor([math.cos(angle), math.sin(angle)])
+    torch.testing.assert_close(whole[99, :, 1], expected)
 
 
 def test_dynamic_scaling_beyond_the_models_length_is_that_of_the_longest_position():

@@ -9,7 +9,7 @@ from xylite import ops
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
-from xylite.models import weights
+from xylite.models import layers, weights
 from xylite.runtime import build as building
 from xylite.runtime.build import build
 
@@ -86,6 +86,35 @@ def test_batch_invariance_is_refused_where_no_kernel_gives_it(tmp_path):
         parts(tmp_path, device="reference", batch_invariant=True)
 
 
+@pytest.mark.parametrize(("head_dim", "fits"), [(64, True), (80, False), (100, False)])
+def test_heads_that_the_kernels_do_not_take_are_said_once_and_not_batch_invariant(
+    head_dim, fits, tmp_path, caplog
+):
+    cfg = tiny.config(head_dim=head_dim)
+    path = tiny.save_directory(tmp_path / "model", cfg, tiny.tensors(cfg))
+
+    def made(batch_invariant):
+        config = EngineConfig(
+            model=str(path),
+            device="cpu",
+            num_blocks=3,
+            max_num_batched_tokens=64,
+            batch_invariant=batch_invariant,
+        )
+        return build(config, open_checkpoint(str(path)), cfg["vocab_size"])
+
+    with caplog.at_level("WARNING"):
+        made(False)
+    said = [m for m in caplog.messages if f"heads of {head_dim} elements" in m]
+    assert len(said) == (0 if fits else 1)
+    if fits:
+        made(True)
+        return
+    with pytest.raises(ConfigError, match=rf"batch_invariant.*heads of {head_dim} elements") as e:
+        made(True)
+    assert e.value.param == "batch_invariant"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("num_blocks", 10**7), ("num_blocks", 10**15), ("kv_cache_memory_bytes", 100 * 2**40)],
@@ -114,3 +143,23 @@ def test_budgets_follow_the_device_where_they_are_not_set(
     built = parts(tmp_path, max_num_batched_tokens=budget, target_itl_ms=target)
     assert (built.scheduler.budget, built.scheduler.mixed_budget) == made[:2]
     assert (built.config.max_num_batched_tokens, built.config.target_itl_ms) == (made[0], made[2])
+
+
+def test_the_rotary_table_has_the_positions_that_the_cache_holds(tmp_path, monkeypatch):
+    """A model for a million positions; nothing of that size is made on the way."""
+    made = []
+    table_of = layers.rope_table
+    monkeypatch.setattr(
+        layers, "rope_table", lambda rope, n, **more: made.append(n) or table_of(rope, n, **more)
+    )
+    cfg = tiny.config(max_position_embeddings=1 << 27)
+    path = tiny.save_directory(tmp_path / "model", cfg, tiny.tensors(cfg))
+    config = EngineConfig(
+        model=str(path), num_blocks=3, block_size=64, max_num_batched_tokens=64,
+        speculative_config={"method": "draft_model", "model": str(path)},
+    )  # fmt: skip
+    checkpoint = open_checkpoint(str(path))
+    result = build(config, checkpoint, cfg["vocab_size"], checkpoint)
+    assert result.limits.max_model_len == 192
+    assert result.executor.model.params.rope.shape[0] == 192
+    assert max(made) == 192

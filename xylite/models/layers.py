@@ -12,6 +12,7 @@ from torch import Tensor
 from xylite.models.spec import GgufSource, ModelSpec, Rope
 from xylite.ops import DenseKV, KVCache, Ops
 
+ROPE_SLICE: Final = 4096  # positions
 HUGE_PAGE: Final = 2 * 2**20  # bytes, of x86 and most of Arm
 
 
@@ -25,8 +26,12 @@ def rope_table(rope: Rope, max_len: int, *, max_position: int = 0) -> Tensor:
                   of float32 operations, so they are the same numbers
     """
     inv_freq, factor = _inverse_frequencies(rope, max_len, max_position)
-    angle = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
-    return torch.stack((angle.cos() * factor, angle.sin() * factor), 1)
+    table = torch.empty(max_len, 2, inv_freq.shape[0])
+    for start in range(0, max_len, ROPE_SLICE):  # what is computed on the way takes as much again
+        end = min(start + ROPE_SLICE, max_len)
+        angle = torch.arange(start, end, dtype=torch.float32)[:, None] * inv_freq
+        torch.stack((angle.cos() * factor, angle.sin() * factor), 1, out=table[start:end])
+    return table
 
 
 def _inverse_frequencies(rope: Rope, max_len: int, max_position: int) -> tuple[Tensor, float]:

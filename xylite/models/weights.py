@@ -124,7 +124,7 @@ def load(
             return _placed(leaf, made, ops, pack_vocab if _of_vocab(leaf) else None)
 
         params = tree.map(make, abstract)
-    params = _with_tables(params, spec, family, ops, max_len)
+    params = with_tables(params, spec, family, ops, max_len)
     log = logging.getLogger(__name__)
     if said := _quantised(kept, cast, dtype):
         log.info("weights: %s", said)
@@ -163,7 +163,16 @@ def random_params(
         return _placed(leaf, made, ops, pack_vocab if _of_vocab(leaf) else None)
 
     params = tree.map(make, family.abstract(spec))
-    return _with_tables(params, spec, family, ops, max_len)
+    return with_tables(params, spec, family, ops, max_len)
+
+
+def with_tables(
+    params: Any, spec: ModelSpec, family: ModuleType, ops: Ops, max_len: int | None
+) -> Any:
+    """Params with tables for positions [0, max_len), on the device; None = the model's maximum."""
+    made = family.with_tables(params, spec, max_len or spec.max_position)
+    device = ops.device.torch_device
+    return tree.map(lambda t: t.to(device) if isinstance(t, Tensor) else t, made)
 
 
 def weight_bytes(params: Any) -> int:
@@ -232,14 +241,6 @@ def _placed(leaf: Leaf, made: Tensor, ops: Ops, pack: Callable[..., Any] | None)
     if leaf.role not in _PACKED:
         return made
     return (pack or ops.pack_linear)(made, gated=leaf.role == "gated")
-
-
-def _with_tables(
-    params: Any, spec: ModelSpec, family: ModuleType, ops: Ops, max_len: int | None
-) -> Any:
-    made = family.with_tables(params, spec, max_len or spec.max_position)
-    device = ops.device.torch_device
-    return tree.map(lambda t: t.to(device) if isinstance(t, Tensor) else t, made)
 
 
 def _check_names(

@@ -205,7 +205,8 @@ class Device:
     memory        () -> (free, total) bytes
     synchronize   waits until everything submitted has run
     classes_of    (head size, attention kind, dtype of KV) -> its tile classes, where they are not
-                  the same for all; ConfigError if there is no kernel. None = tile_classes always
+                  the same for all; () if the table's attention needs no task table for these;
+                  ConfigError if there is no kernel. None = tile_classes always
     """
 
     kind: str

@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_SIZE: Final = 64
 BLOCK_MULTIPLE: Final = 32
+HEAD_MULTIPLE: Final = 32  # columns of a register tile
 TILE_CLASSES: Final = (12, 96)
 MAX_CLASSES: Final = 4  # of attention.cpp
 HAS_DOT: Final = ("avx512bf16",)  # instruction sets with a bf16 dot product
@@ -174,7 +175,7 @@ class _Table:
     def _native(self, kv: DenseKV) -> bool:
         """The kernels read this leaf: type, head size and block size suit them."""
         size, dim = kv.k.shape[2:]
-        return kv.k.dtype in TYPES and size % BLOCK_MULTIPLE == 0 and dim % 32 == 0
+        return size % BLOCK_MULTIPLE == 0 and bool(classes_of(dim, None, kv.k.dtype))
 
     def _want_huge_pages(self, kv: DenseKV) -> None:
         """Ask once for huge pages behind a pool: its blocks are read in no order."""
@@ -332,6 +333,15 @@ def table(index: int) -> Ops:
     return table_of(kernels, isa, measured, tuned_path)
 
 
+def classes_of(
+    head_size: int, kind: AttentionKind | None, kv_dtype: torch.dtype | None = None
+) -> tuple[int, ...]:
+    """Tile classes of the attention kernel; () where it does not take heads or KV of that kind, and
+    the reference's attention runs."""
+    has_kernel = head_size % HEAD_MULTIPLE == 0 and (kv_dtype is None or kv_dtype in TYPES)
+    return TILE_CLASSES if has_kernel else ()
+
+
 def kinds_of(dot: bool) -> dict[torch.dtype, int]:
     """How weights of a dtype are multiplied."""
     return {
@@ -353,6 +363,7 @@ def table_of(
         block_size=BLOCK_SIZE,
         block_multiple=BLOCK_MULTIPLE,
         tile_classes=TILE_CLASSES,
+        classes_of=classes_of,
     )
     return dataclasses.replace(
         reference.TABLE,

@@ -7,11 +7,9 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Final
 
 import msgspec
 import torch
@@ -21,7 +19,7 @@ from xylite import models, ops
 from xylite.checkpoint import Checkpoint
 from xylite.config import EngineConfig, speculative
 from xylite.errors import ConfigError
-from xylite.models import layers, weights
+from xylite.models import layers, served, weights
 from xylite.models.spec import ModelSpec
 from xylite.ops import Ops
 from xylite.runtime import speculation, task_table
@@ -41,10 +39,6 @@ MIXED_SHARE = 0.75
 MIN_BUDGET, MAX_BUDGET = 64, 8192
 MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_QUEUE = 64
-# How the embedding and the head are packed where it is not as the other weights: in 4 bits these
-# two raised the demo model's perplexity by 5 % (bench.quality).
-VOCAB_FORMATS: Final[Mapping[str, str]] = {"int4": "int8"}
-STORED: Final = "stored"  # quantised weights of a file stay as they are
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +75,7 @@ def build(
     drafting = None if config.speculative_config is None else speculative(config.speculative_config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    table = _quantising(ops.load(config.device), config.quantization)
+    table = served.quantising(ops.load(config.device), config.quantization)
     if config.batch_invariant and table.invariant is not None:
         table = table.invariant()
     family, spec = models.describe(checkpoint.config, _place(checkpoint))
@@ -96,14 +90,16 @@ def build(
     block_size = _block_size(config, table)
     tasks = _task_builder(table, spec, block_size, kv_dtype, config.batch_invariant)
     max_len = _max_model_len(config, spec)
-    params = _params(config, checkpoint, (family, spec), table, dtype, max_len)
+    params = served.load(config, checkpoint, (family, spec), table, dtype)
     draft = None
     block_bytes = layers.kv_block_bytes(spec, block_size, kv_dtype)
     if draft_checkpoint is not None:
-        draft = _draft_model(config, draft_checkpoint, table, dtype, vocab_size, max_len)
+        draft = _draft_model(config, draft_checkpoint, table, dtype, vocab_size)
         block_bytes += layers.kv_block_bytes(draft.spec, block_size, kv_dtype)
     num_blocks = _num_blocks(config, table, block_size, max_len, block_bytes)
     max_len = _fit_to_blocks(config, max_len, num_blocks * block_size)
+    # Not before: the table of a million positions takes as much memory as a small model.
+    params = weights.with_tables(params, spec, family, table, max_len)
     kv = layers.make_kv(
         spec, num_blocks, block_size, dtype=kv_dtype, device=table.device.torch_device
     )
@@ -162,9 +158,8 @@ def _draft_model(
     table: Ops,
     dtype: torch.dtype,
     vocab_size: int,
-    max_len: int,
 ) -> Model:
-    """The model that drafts, in the dtype of the one it drafts for."""
+    """The model that drafts, in the dtype of the one it drafts for; its tables come later."""
     family, spec = models.describe(checkpoint.config, _place(checkpoint))
     if vocab_size > spec.vocab_size:
         raise ConfigError(
@@ -172,39 +167,8 @@ def _draft_model(
             f"{checkpoint.path} has only {spec.vocab_size}",
             param="speculative_config",
         )
-    max_len = min(max_len, spec.max_position)
-    params = _params(config, checkpoint, (family, spec), table, dtype, max_len)
+    params = served.load(config, checkpoint, (family, spec), table, dtype)
     return Model(family, spec, params, vocab_size)
-
-
-def _params(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    described: tuple[ModuleType, ModelSpec],
-    table: Ops,
-    dtype: torch.dtype,
-    max_len: int,
-) -> Any:
-    """A model's weights; those that a file stores quantised stay so only if that is asked for.
-
-    described  of `models.describe`
-    """
-    family, spec = described
-    pack_vocab = table.packers.get(VOCAB_FORMATS.get(config.quantization or "", ""))
-    if config.load_format == "dummy":
-        return weights.random_params(
-            spec, family, table, dtype, config.seed, pack_vocab=pack_vocab, max_len=max_len
-        )
-    return weights.load(
-        checkpoint,
-        spec,
-        family,
-        table,
-        dtype,
-        keep_stored=config.quantization == STORED,
-        pack_vocab=pack_vocab,
-        max_len=max_len,
-    )
 
 
 def _draft_parts(
@@ -218,6 +182,8 @@ def _draft_parts(
         model.spec, num_blocks, block_size, dtype=dtype, device=table.device.torch_device
     )
     max_len = min(max_len, model.spec.max_position)
+    params = weights.with_tables(model.params, model.spec, model.family, table, max_len)
+    model = dataclasses.replace(model, params=params)
     tabulator = Tabulator(
         config.max_num_seqs,
         min(num_blocks, -(-max_len // block_size)),
@@ -245,21 +211,6 @@ def _say_what_was_chosen(given: EngineConfig, resolved: EngineConfig) -> None:
 def _place(checkpoint: Checkpoint) -> str:
     """Where the model's configuration was, for errors."""
     return checkpoint.path if checkpoint.format == "gguf" else f"{checkpoint.path}/config.json"
-
-
-def _quantising(table: Ops, name: str | None) -> Ops:
-    """The table with weights packed in the named format; ConfigError if it has no such one."""
-    if name is None or (name == STORED and table.stored_packers):
-        return table
-    packer = table.packers.get(name)
-    if packer is None:
-        stored = (STORED,) if table.stored_packers else ()
-        known = ", ".join(sorted((*table.packers, *stored))) or "none"
-        raise ConfigError(
-            f"quantization {name!r} is not there on {table.name} (there is: {known})",
-            param="quantization",
-        )
-    return dataclasses.replace(table, pack_linear=packer)
 
 
 def _kv_dtype(config: EngineConfig, table: Ops, dtype: torch.dtype) -> torch.dtype:
@@ -376,19 +327,24 @@ def _task_builder(
 ) -> TaskBuilder:
     """Makes the task tables of a token table: one per kind of attention, for this device."""
     device = table.device
-    if not device.tile_classes:
-        if batch_invariant:
-            raise ConfigError(
-                f"batch_invariant is not there on {table.name} without kernels of its own",
-                param="batch_invariant",
-            )
-        return lambda tokens: ()
     classes = [
         device.classes_of(spec.head_dim, kind, kv_dtype)
-        if device.classes_of
+        if device.classes_of and device.tile_classes
         else device.tile_classes
         for kind in spec.attention
     ]
+    if not all(classes):
+        for_what = f" for heads of {spec.head_dim} elements" if device.tile_classes else ""
+        if batch_invariant:
+            raise ConfigError(
+                f"batch_invariant is not there on {table.name} without kernels{for_what}",
+                param="batch_invariant",
+            )
+        if for_what:
+            _log.warning(
+                "%s has no attention kernel%s: torch is used instead (slower)", table.name, for_what
+            )
+        return lambda tokens: ()
     if batch_invariant:
         classes = [c[-1:] for c in classes]
 

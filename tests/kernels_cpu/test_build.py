@@ -3,10 +3,13 @@
 import ctypes
 import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from xylite import config
 from xylite.kernels_cpu import build
 
 TINY = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
@@ -19,7 +22,6 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "tiny.cpp").write_text(TINY)
     monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     return folder
 
 
@@ -44,10 +46,64 @@ def test_a_change_of_source_or_flags_gives_another_library(sources: Path) -> Non
     assert build.library_name("generic") != name
 
 
-def test_a_library_built_with_the_package_is_used(sources: Path, tmp_path: Path) -> None:
-    made = build.build("generic", tmp_path / "built")
-    assert build.library("generic", tmp_path / "cache") == made
-    assert not (tmp_path / "cache").exists()
+def test_other_things_among_the_sources_do_not_count(sources: Path) -> None:
+    name = build.library_name("generic")
+    (sources / "__pycache__").mkdir()
+    (sources / "notes.txt").write_text("x")
+    assert build.library_name("generic") == name
+    (sources / "tiny.h").write_text("")
+    assert build.library_name("generic") != name
+
+
+@pytest.fixture
+def old_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that knows AVX2 and nothing newer, on a machine that runs all sets."""
+    real = shutil.which("c++")
+    assert real is not None
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "c++"
+    script.write_text(
+        '#!/bin/sh\nfor x; do case $x in -mavx512*) echo "unknown option $x"; exit 1;; esac; done\n'
+        f'exec {real} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr(build, "instruction_sets", lambda: ["avx512bf16", "avx512", "generic"])
+
+
+def test_an_older_compiler_builds_the_best_set_that_it_knows(
+    sources: Path, tmp_path: Path, old_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with build.best_library(tmp_path / "cache") as (isa, path):
+        assert isa == "generic"
+        assert ctypes.CDLL(str(path)).answer() == 42
+    assert path == tmp_path / "cache" / build.library_name("generic")
+    assert "built for generic, not better: " in caplog.text
+    assert "unknown option -mavx512" in caplog.text
+
+
+def test_where_no_set_can_be_built_the_error_is_that_of_the_best(
+    sources: Path, tmp_path: Path, old_compiler: None
+) -> None:
+    (sources / "tiny.cpp").write_text("int answer() { return nothing_like_this; }\n")
+    with (
+        pytest.raises(build.BuildError, match="unknown option -mavx512"),
+        build.best_library(tmp_path / "cache"),
+    ):
+        pass
+
+
+def test_without_a_folder_to_write_to_the_library_is_built_for_this_process(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with build.best_library(tmp_path / "cache") as (isa, path):
+        assert isa == build.instruction_sets()[0]
+        loaded = ctypes.CDLL(str(path))
+    assert loaded.answer() == 42
+    assert not path.parent.exists()
+    assert f"built anew at every start: {tmp_path / 'cache'}" in caplog.text
 
 
 def test_starts_at_the_same_time_do_not_disturb_each_other(sources: Path, tmp_path: Path) -> None:
@@ -79,6 +135,30 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(build.BuildError, match="cache"):
         build.library("generic", tmp_path / "cache")
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from xylite.kernels_cpu.library import Kernels
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), used + (200 << 20)))
+try:
+    Kernels(Path(sys.argv[1]), threads=500)
+except OSError as e:
+    print(e)
+assert len(list(Path("/proc/self/task").iterdir())) == 1
+"""
+
+
+def test_threads_that_the_system_does_not_give_are_an_error_and_none_is_left() -> None:
+    cache = Path(config.cache_dir()) / "kernels"
+    path = build.library(build.instruction_sets()[0], cache)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "the system does not give 500 threads to the CPU kernels\n"
 
 
 def test_every_machine_has_the_generic_set_last() -> None:

@@ -199,6 +199,37 @@ def test_values_that_are_not_finite_stay_in_their_row(ops: Ops) -> None:
     assert torch.equal(y[others], clean[others])
 
 
+@pytest.mark.parametrize("packed", ["int8", "int4"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_gives_nan_in_its_row(
+    ops: Ops, packed: str, value: float
+) -> None:
+    w = torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
+    clean = ops.packers[packed](w.clone())
+    w[3, 5], w[37, 199] = value, value
+    broken = ops.packers[packed](w)
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1))
+    x[:, 5] = x[:, 199] = 0  # NaN for the row all the same
+    y, expected = ops.linear(x, broken), ops.linear(x, clean)
+    assert bool(y[:, [3, 37]].isnan().all())
+    others = [i for i in range(40) if i not in (3, 37)]
+    assert torch.equal(y[:, others], expected[:, others])
+    assert bool(ops.embed(broken, torch.tensor([3, 37]).int()).isnan().any(-1).all())
+
+
+def test_the_end_of_a_row_is_not_rounded_with_zeros(ops: Ops) -> None:
+    w = torch.cat((torch.zeros(4, 64), torch.tensor([[50.0, 50.5]]).expand(4, 2)), 1)
+    back = ops.embed(ops.packers["int4"](w.clone()), torch.arange(4).int())
+    assert bool(((back - w).abs() < 0.05).all())
+
+
+def test_groups_that_the_kernels_have_no_room_for_are_refused(ops: Ops) -> None:
+    form = QuantFormat(8, 512, 128)
+    leaf = packer(ops).pack_quantized([Quantized(*parts(32, 512, form)[:3], form)])
+    with pytest.raises(AssertionError, match="lacks that kind of weight"):
+        ops.linear(torch.ones(1, 512), leaf)
+
+
 def test_experts_are_quantised_one_after_the_other(ops: Ops) -> None:
     w = torch.randn(3, 24, 64, generator=torch.manual_seed(0))
     x, expert_of = torch.randn(20, 64, generator=torch.manual_seed(1)), torch.arange(20) % 3

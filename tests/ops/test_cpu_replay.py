@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels_cpu.tables import make, names
-from tests.ops.test_cpu_table import CONFIG, SCHEDULES, Run
+from tests.ops.test_cpu_table import CONFIG, SCHEDULES, TOKENS, Run
 from xylite.kernels_cpu import replay
-from xylite.ops import Batch, KVCache, Ops, reference
+from xylite.ops import Batch, DenseKV, KVCache, Ops, reference
 
 
 class Passes(Run):
@@ -105,6 +106,56 @@ def test_models_and_caches_keep_their_own_recordings() -> None:
     assert not torch.equal(first, second)
     one.kv = tuple(dataclasses.replace(leaf, k=leaf.k.clone(), v=leaf.v.clone()) for leaf in one.kv)
     assert torch.equal(one.logits(cuts), first)
+
+
+def test_a_cache_of_another_shape_at_the_same_place_is_another() -> None:
+    run = Passes(make(names()[0]), torch.float32)
+    run.logits(SCHEDULES[-1])
+    before = run.num_run
+    run.kv = tuple(DenseKV(leaf.k[:7], leaf.v[:7]) for leaf in run.kv)
+    run.logits([TOKENS - 1])
+    assert run.num_run == before + 2
+
+
+def test_functions_run_as_they_are() -> None:
+    """One that is made for the call would be recorded at every call."""
+    run = Passes(make(names()[0]), torch.float32)
+    plain = Passes(plainly(make(names()[0])), torch.float32)
+    cuts = SCHEDULES[-1]
+
+    def hidden(kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        assert run.ops.replayed is not None
+        return run.ops.replayed(lambda kv, batch: run.forward(kv, batch), kv, batch)
+
+    run.hidden = hidden
+    assert torch.equal(run.logits(cuts), plain.logits(cuts))
+    assert run.num_run == plain.num_run
+    assert isinstance(run.ops.replayed, replay.Replays)
+    assert len(run.ops.replayed._passes) == 0
+
+
+class Disturbed(Passes):
+    """Another thread has something computed in the midst of each pass."""
+
+    def forward(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(self.computes).result()
+        return super().forward(kv, batch)
+
+    def computes(self) -> bool:
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        _, total = self.ops.add_rms_norm(x, x, torch.ones(64), 1e-5)
+        act = self.ops.gated_act(x, "silu")
+        return torch.equal(total, 2 * x) and torch.allclose(act, reference.gated_act(x, "silu"))
+
+
+def test_what_other_threads_call_while_a_pass_is_recorded_is_computed() -> None:
+    run = Disturbed(make(names()[0]), torch.float32)
+    plain = Passes(plainly(make(names()[0])), torch.float32)
+    cuts = SCHEDULES[-1]
+    for _ in range(2):
+        assert torch.equal(run.logits(cuts), plain.logits(cuts))
+    assert run.num_run < 5
 
 
 def test_recordings_go_with_their_model() -> None:

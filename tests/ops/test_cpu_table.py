@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,28 @@ def test_without_a_compiler_torch_does_the_work_and_the_log_says_so(
     assert torch.equal(
         Run(ops, torch.float32).logits([]), Run(reference.TABLE, torch.float32).logits([])
     )
+
+
+def test_a_library_that_the_system_does_not_load_leaves_the_torch_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "kernels.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(build, "library", lambda isa, cache: broken)
+    assert cpu.table(0).linear is reference.TABLE.linear
+    assert str(broken) in caplog.text
+
+
+def test_too_many_threads_are_refused_by_the_setting_s_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(path: Path, threads: int) -> None:
+        raise OSError(f"the system does not give {threads} threads to the CPU kernels")
+
+    monkeypatch.setattr(cpu, "Kernels", fail)
+    with pytest.raises(ConfigError, match=r"does not give \d+ threads .* num_threads") as e:
+        cpu.table(0)
+    assert e.value.param == "num_threads"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

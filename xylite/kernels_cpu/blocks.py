@@ -73,12 +73,17 @@ def from_gguf(kind: str, raw: Tensor) -> Quantized:
 
 
 def quantize_int4(w: Tensor) -> Quantized:
-    """A weight [N, K] in 4 bits: each group's least value at 0, its largest at 15."""
+    """A weight [N, K] in 4 bits: each group's least value at 0, its largest at 15.
+
+    A group with a value that is not finite gives NaN.
+    """
     k = w.shape[1]
-    wide = pad(w.float(), (0, -k % INT4.group)).unflatten(1, (-1, INT4.group))
+    # What is beyond K is cut off again: it shall not be among a group's values.
+    wide = pad(w.float(), (0, -k % INT4.group), mode="replicate").unflatten(1, (-1, INT4.group))
     low, high = wide.amin(-1), wide.amax(-1)
-    mins = low.clamp(-65504, 65504).half()
+    bad = (high - low) * 0
+    mins = (low.clamp(-65504, 65504) + bad).half()
     scales = ((high - mins.float()) / 15).clamp(0, 65504).half()
     step = scales.float().clamp(min=1e-12)[..., None]
-    q = ((wide - mins.float()[..., None]) / step).round().clamp(0, 15)
+    q = ((wide - mins.float()[..., None]) / step).round().clamp(0, 15).nan_to_num()
     return Quantized(q.to(torch.uint8).flatten(1)[:, :k], scales, mins, INT4)

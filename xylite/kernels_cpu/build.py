@@ -1,23 +1,25 @@
 """Builds the C++ kernels with the system's compiler and finds what was built before.
 
 One shared library per instruction set, named by a hash of sources and flags: a library that exists
-is right. It is looked for next to this file (built with the package) and in the cache directory,
-then built there; concurrent starts build side by side, and the last rename wins.
+is right. It is looked for in the cache directory, then built there; concurrent starts build side by
+side, and the last rename wins. Of the instruction sets that a machine runs, the first that its
+compiler knows counts.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 SOURCES: Final = Path(__file__).parent / "src"
-BUILT: Final = Path(__file__).parent / "built"
 BUILD_TIMEOUT_S: Final = 120
 
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
@@ -42,8 +44,15 @@ _COMMON: Final = (
 )
 
 
+log = logging.getLogger(__name__)
+
+
 class BuildError(Exception):
     """No compiler, or it failed; the message says which."""
+
+
+class FolderError(BuildError):
+    """A folder that cannot be read or written."""
 
 
 def instruction_sets() -> list[str]:
@@ -71,18 +80,51 @@ def _flags(isa: str) -> tuple[str, ...]:
 def library_name(isa: str) -> str:
     """File name of the library for `isa`: it changes with any source and flag."""
     digest = hashlib.sha256("\0".join((platform.machine(), *_flags(isa))).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
 
 
 def library(isa: str, cache: Path) -> Path:
     """The library for `isa`, built in `cache` if need be; BuildError if it cannot be."""
-    name = library_name(isa)
-    for folder in (BUILT, cache):
-        if (folder / name).is_file():
-            return folder / name
-    return build(isa, cache)
+    path = cache / library_name(isa)
+    return path if path.is_file() else build(isa, cache)
+
+
+@contextlib.contextmanager
+def best_library(cache: Path) -> Iterator[tuple[str, Path]]:
+    """(instruction set, library) of the best set that the compiler knows.
+
+    cache    where the library is, or is built. If it cannot be written, the library lies in a
+             private folder that is gone after the block: load it inside
+    raises   BuildError: no set can be built
+    """
+    failures: list[BuildError] = []
+    for isa in instruction_sets():
+        with contextlib.ExitStack() as stack:
+            try:
+                path = _built_somewhere(isa, cache, stack)
+            except BuildError as e:
+                failures.append(e)
+                continue
+            if failures:
+                log.warning("the CPU kernels are built for %s, not better: %s", isa, failures[0])
+            yield isa, path
+            return
+    raise failures[0]
+
+
+def _built_somewhere(isa: str, cache: Path, stack: contextlib.ExitStack) -> Path:
+    try:
+        return library(isa, cache)
+    except FolderError as e:
+        try:
+            private = tempfile.TemporaryDirectory(prefix="xylite-", ignore_cleanup_errors=True)
+        except OSError:
+            raise e from None
+        path = build(isa, Path(stack.enter_context(private)))
+        log.warning("the CPU kernels are built anew at every start: %s", e)
+        return path
 
 
 def build(isa: str, folder: Path) -> Path:
@@ -107,7 +149,7 @@ def build(isa: str, folder: Path) -> Path:
             _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
             os.replace(made, target)
     except OSError as e:
-        raise BuildError(f"{folder}: {e}") from e
+        raise FolderError(f"{folder}: {e}") from e
     return target
 
 

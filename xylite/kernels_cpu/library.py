@@ -6,6 +6,7 @@ threads run one after the other. Layouts and meanings stand with the sources in 
 
 import ctypes
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,9 +45,10 @@ _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
 }
 
 
-# Too short to give up the interpreter's lock for: the event loop would take it while the device
-# waits.
-_SHORT: Final = ("xl_argmax", "xl_finite")
+# Entry points of this name keep the interpreter's lock where they read few elements: the event loop
+# would take it while the device waits. Where rows and columns stand among their arguments.
+_SIZES: Final = {"xl_argmax": (1, 2), "xl_finite": (2, 3)}
+SHORT: Final = 1 << 20  # elements: a quarter of a millisecond on one core
 
 
 class Kernels:
@@ -54,22 +56,26 @@ class Kernels:
 
     threads  worker 0 is the caller, so one thread starts none
     spin_us  how long an idle worker looks for work before it sleeps
+    raises   LoadError; OSError if the system does not give that many threads
     """
 
     def __init__(self, path: Path, *, threads: int, spin_us: int = 50):
         self._path = str(path)
-        self._library = ctypes.CDLL(self._path)
+        try:
+            self._library = ctypes.CDLL(self._path)
+        except OSError as e:  # a folder whose files may not be executed, say
+            raise LoadError(str(e)) from None
         start = self._library.xl_pool_start
         start.argtypes, start.restype = (I32, I32), P
         stop = self._library.xl_pool_stop
         stop.argtypes, stop.restype = (P,), None
         pool = start(threads, spin_us)
         if not pool:
-            raise OSError(f"cannot start {threads} threads")
+            raise OSError(f"the system does not give {threads} threads to the CPU kernels")
         self.threads = threads
         self._finalizer = weakref.finalize(self, stop, pool)
         self._pool = pool
-        self._recording: Recording | None = None
+        self._recorder = _Recorder()
         self.pack = self._entry("xl_pack")
         self.gather = self._entry("xl_gather")
         self.linear = self._entry("xl_linear")
@@ -95,50 +101,99 @@ class Kernels:
         self.huge_pages = self._library.xl_huge_pages
         self.huge_pages.argtypes, self.huge_pages.restype = (P, I64), None
 
+    # What an entry point holds on to is not this object: the pool's threads end with the last
+    # reference to it, not at some later collection of cycles.
+
     def _entry(self, name: str) -> Callable[..., None]:
-        library = ctypes.PyDLL(self._path) if name in _SHORT else self._library
-        function, pool = getattr(library, name), self._pool
+        function, pool, recorder = getattr(self._library, name), self._pool, self._recorder
         function.restype = I32
         if name in _STRUCTS:
+            layout = struct.Struct(_STRUCTS[name])
+            size = getattr(self._library, f"{name}_bytes")()
+            assert layout.size == size, f"{name}: {layout.size} bytes here, {size} in the library"
             function.argtypes = (P, ctypes.c_char_p)
-            pack = struct.Struct(_STRUCTS[name]).pack
             entry = ctypes.cast(function, P).value
             assert entry is not None
-
-            def call(*args: int | float) -> None:
-                packed = pack(*args)
-                if self._recording is not None:
-                    self._recording.calls.append((entry, packed))
-                    return
-                if code := function(pool, packed):
-                    _fail(name, code)
-
-            return call
+            return _packing(name, function, pool, layout.pack, recorder, entry)
         function.argtypes = (P, *_SIGNATURES[name])
-
-        def call_plain(*args: int | float | None) -> None:
-            if self._recording is not None:
-                raise Foreign(name)
-            if code := function(pool, *args):
-                _fail(name, code)
-
-        return call_plain
+        if name not in _SIZES:
+            return _plain(name, pool, lambda args: function, recorder)
+        keeping = getattr(ctypes.PyDLL(self._path), name)
+        keeping.argtypes, keeping.restype = function.argtypes, I32
+        rows, columns = _SIZES[name]
+        return _plain(
+            name,
+            pool,
+            lambda args: keeping if args[rows] * args[columns] <= SHORT else function,
+            recorder,
+        )
 
     @contextmanager
     def recorded(self, recording: "Recording") -> Iterator[None]:
-        """Keep the calls that are made meanwhile, instead of making them; Foreign if one cannot be
-        recorded."""
-        self._recording = recording
+        """Keep the calls that this thread makes meanwhile, instead of making them; Foreign if one
+        cannot be recorded."""
+        recorder = self._recorder
+        assert recorder.recording is None, "a pass is being recorded already"
+        recorder.thread, recorder.recording = threading.get_ident(), recording
         try:
             yield
         finally:
-            self._recording = None
+            recorder.recording = None
         recording.close()
 
     def replay(self, count: int, calls: Any) -> None:
         """Make `count` recorded calls, in one call that never takes the interpreter's lock."""
         if code := self._replay(self._pool, count, calls):
             _fail("xl_replay", code)
+
+
+class _Recorder:
+    """What calls go to instead of the kernels, while `thread` records a pass."""
+
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+        self.thread = 0
+
+    def of_this_thread(self) -> "Recording | None":
+        return self.recording if threading.get_ident() == self.thread else None
+
+
+def _packing(
+    name: str,
+    function: Callable[..., int],
+    pool: int,
+    pack: Callable[..., bytes],
+    recorder: _Recorder,
+    entry: int,
+) -> Callable[..., None]:
+    def call(*args: int | float) -> None:
+        packed = pack(*args)
+        if recorder.recording is not None and (recording := recorder.of_this_thread()):
+            recording.calls.append((entry, packed))
+            return
+        if code := function(pool, packed):
+            _fail(name, code)
+
+    return call
+
+
+def _plain(
+    name: str,
+    pool: int,
+    function_for: Callable[[Any], Callable[..., int]],
+    recorder: _Recorder,
+) -> Callable[..., None]:
+    def call(*args: int | float | None) -> None:
+        if recorder.recording is not None and recorder.of_this_thread():
+            raise Foreign(name)
+        if code := function_for(args)(pool, *args):
+            _fail(name, code)
+
+    return call
+
+
+class LoadError(Exception):
+    """The library is there, but the system does not load it; the message says why."""
 
 
 class Foreign(Exception):
@@ -175,4 +230,9 @@ class Recording:
 def _fail(name: str, code: int) -> None:
     if code == 1:
         raise MemoryError(f"{name}: out of memory")
+    if code == 3:
+        raise RuntimeError(
+            f"{name}: this process was forked from the one that loaded the CPU kernels, and their "
+            "threads are not in it; load them anew, or start processes by spawn"
+        )
     raise AssertionError(f"{name}: this library lacks that kind of weight")

@@ -8,10 +8,12 @@ is read from arrays, which have room for any batch of as many tokens and are fil
 
 import ctypes
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -125,7 +127,7 @@ class _Replayed:
 class _Passes:
     """What is known of one owner's passes: its cache, and the recordings by number of tokens."""
 
-    cache: tuple[int, ...]
+    cache: tuple[Any, ...]
     recorded: dict[int, _Replayed]
     foreign: bool = False
 
@@ -149,15 +151,16 @@ class Replays:
         """forward(kv, batch), with its hidden states [T, C] and the cache to use next.
 
         The hidden states last until the next pass. `forward` must be the same pass whenever it is
-        a method of the same object, and write the cache in place.
+        a method of the same object, and write the cache in place. A function runs as it is: one
+        made for the call would be recorded at every call.
         """
         tokens = batch.tokens.shape[0]
         is_decode = batch.q_start.shape[0] == tokens + 1
         most = MAX_DECODES if is_decode else self._max_tokens
-        if not 0 < tokens <= most or batch.tree_mask.numel():
+        owner = getattr(forward, "__self__", None)
+        if owner is None or not 0 < tokens <= most or batch.tree_mask.numel():
             return forward(kv, batch)
-        owner = getattr(forward, "__self__", forward)
-        cache = tuple(leaf.data_ptr() for leaf in tree.leaves(kv))
+        cache = tuple((leaf.data_ptr(), leaf.shape, leaf.dtype) for leaf in tree.leaves(kv))
         passes = self._passes.get(owner)
         if passes is None or passes.cache != cache:
             passes = self._passes[owner] = _Passes(cache, {})
@@ -194,11 +197,15 @@ class Replays:
 
     @contextmanager
     def _in_buffers(self) -> Iterator[None]:
-        """Let the kernels' results lie in memory that stays."""
-        before, buffers = self._packer.empty, self._buffers
-        self._packer.empty = {
-            dtype: lambda shape, dtype=dtype: buffers.empty(tuple(shape), dtype) for dtype in before
-        }
+        """Let the kernels' results lie in memory that stays, for the calls of this thread."""
+        before, buffers, here = self._packer.empty, self._buffers, threading.get_ident()
+
+        def empty(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+            if threading.get_ident() != here:
+                return before[dtype](shape)
+            return buffers.empty(tuple(shape), dtype)
+
+        self._packer.empty = {dtype: partial(empty, dtype) for dtype in before}
         try:
             yield
         finally:

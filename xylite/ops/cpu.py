@@ -12,6 +12,7 @@ the tasks and the threads are; and how a dtype is multiplied is chosen once, not
 
 import dataclasses
 import logging
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,7 @@ from xylite.kernels_cpu.library import (
     K_F16,
     K_F32,
     Kernels,
+    LoadError,
 )
 from xylite.kernels_cpu.packed import (
     TYPES,
@@ -72,7 +74,7 @@ class _Table:
         self.kernels = kernels
         self.kinds = kinds = kinds_of(measured.dot)
         self.packer = Packer(kernels, kinds, measured)
-        self._advised: set[int] = set()
+        self._advised: dict[int, weakref.ref[Tensor]] = {}
         # What the attention kernel multiplies with the keys of a dtype.
         self.q_types = {
             dtype: torch.bfloat16 if kind == K_BF16_DOT else torch.float32
@@ -178,9 +180,11 @@ class _Table:
         return size % BLOCK_MULTIPLE == 0 and bool(classes_of(dim, None, kv.k.dtype))
 
     def _want_huge_pages(self, kv: DenseKV) -> None:
-        """Ask once for huge pages behind a pool: its blocks are read in no order."""
-        if kv.k.data_ptr() not in self._advised:
-            self._advised.add(kv.k.data_ptr())
+        """Ask once for huge pages behind a pool: its blocks are read in no order. A pool that comes
+        to lie where another was is another."""
+        advised = self._advised.get(kv.k.data_ptr())
+        if advised is None or advised() is not kv.k:
+            self._advised[kv.k.data_ptr()] = weakref.ref(kv.k)
             for pool in (kv.k, kv.v):
                 self.kernels.huge_pages(pool.data_ptr(), pool.nbytes)
 
@@ -312,15 +316,16 @@ def table(index: int) -> Ops:
     """The CPU's ops; index is 0. Builds the kernels if they are not there yet."""
     if index:
         raise ConfigError(f"device cpu:{index}: there is only index 0", param="device")
-    isa = build.instruction_sets()[0]
     cache = Path(config.cache_dir()) / "kernels"
-    try:
-        path = build.library(isa, cache)
-    except build.BuildError as e:
-        log.warning("CPU kernels are not built, torch is used instead (slower): %s", e)
-        return dataclasses.replace(reference.TABLE, name="cpu")
     threads = max(1, min(torch.get_num_threads(), config.cpu_threads()))
-    kernels = Kernels(path, threads=threads)
+    try:
+        with build.best_library(cache) as (isa, path):
+            kernels = Kernels(path, threads=threads)
+    except (build.BuildError, LoadError) as e:
+        log.warning("CPU kernels are not there, torch is used instead (slower): %s", e)
+        return dataclasses.replace(reference.TABLE, name="cpu")
+    except OSError as e:
+        raise ConfigError(f"{e}; set num_threads to fewer", param="num_threads") from None
     tuned_path = cache / f"{path.stem}.json"
     measured = tuning.at_start(kernels, tuned_path, has_dot=isa in HAS_DOT)
     log.info(

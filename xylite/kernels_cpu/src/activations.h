@@ -22,6 +22,7 @@
 namespace xl {
 
 constexpr int TURNED = 64;  // values that are turned together
+constexpr int MAX_GROUP = 256;
 constexpr float FAR = 4.0f;
 
 // Lanes i and i ^ H of a vector as their sum and their difference.
@@ -208,7 +209,7 @@ struct Activations {
   void quantize_group(int64_t r, int64_t g, const void* x, int type, float limit) {
     const int64_t first = g * group;
     const int n = int(group / W);
-    vf v[256 / W], top_of = {}, bad = {};
+    vf v[MAX_GROUP / W], top_of = {}, bad = {};
     for (int i = 0; i < n; i++) {
       v[i] = load(x, r * k + first + i * W, type, k - first - i * W);
       top_of = vmax(magnitude(v[i]), top_of);

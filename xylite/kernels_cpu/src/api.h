@@ -1,5 +1,5 @@
 // What every entry point shares. All of them are plain C: pointers and integers, 0 = done, 1 = out
-// of memory, 2 = this build lacks that kind of weight.
+// of memory, 2 = this build lacks that kind of weight, 3 = a forked process without the threads.
 #pragma once
 #include <mutex>
 #include <new>
@@ -7,6 +7,9 @@
 #include "pool.h"
 
 #define XL_API extern "C" __attribute__((visibility("default")))
+// Size of the struct that an entry point takes, for the caller to compare with what it packs.
+#define XL_STRUCT(entry, type) \
+  XL_API int64_t entry##_bytes() { return int64_t(sizeof(type)); }
 
 namespace xl {
 
@@ -22,6 +25,7 @@ struct Unsupported {};
 
 template <class F>
 static int guarded(Pool* pool, F&& f) {
+  if (pool->is_foreign()) return 3;
   std::lock_guard<std::mutex> lock(pool->entry());
   try {
     f();

@@ -444,3 +444,5 @@ XL_API int xl_attention(Pool* pool, const AttentionCall* call) {
     }
   });
 }
+
+XL_STRUCT(xl_attention, AttentionCall)

@@ -296,3 +296,6 @@ XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_
     }, rows < 2);
   });
 }
+
+XL_STRUCT(xl_add_rms_norm, NormCall)
+XL_STRUCT(xl_rope_append, RopeCall)

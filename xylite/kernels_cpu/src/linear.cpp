@@ -186,3 +186,6 @@ XL_API int xl_linear(Pool* pool, const LinearCall* call) {
     }
   });
 }
+
+XL_STRUCT(xl_gather, GatherCall)
+XL_STRUCT(xl_linear, LinearCall)

@@ -150,11 +150,4 @@ struct Tiles {
 template <class T>
 constexpr Tiles<T> TILES{};
 
-
-// rows split as evenly as possible into tiles of at most MAX_ROWS
-static inline int tile_rows(int64_t rows) {
-  const int64_t n = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  return int((rows + n - 1) / n);
-}
-
 }  // namespace xl

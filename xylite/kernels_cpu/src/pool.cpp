@@ -1,5 +1,7 @@
 #include "api.h"
 
+#include <pthread.h>
+
 #include <chrono>
 #include <cstdlib>
 #include <new>
@@ -45,11 +47,30 @@ void* Scratch::get(size_t bytes) {
   return base;
 }
 
-Pool::Pool(int threads, int spin_us) : scratch_(size_t(threads)), spin_ns_(spin_us * 1000LL) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back(&Pool::work, this, i);
+// How many forks lie between the process that loaded the library and this one.
+static int forks = 0;
+
+static int count_forks() {
+  static const int failed = pthread_atfork(nullptr, nullptr, [] { forks++; });
+  if (failed) throw std::bad_alloc();
+  return forks;
 }
 
-Pool::~Pool() {
+bool Pool::is_foreign() const { return forks != forks_; }
+
+Pool::Pool(int threads, int spin_us)
+    : scratch_(size_t(threads)), spin_ns_(spin_us * 1000LL), forks_(count_forks()) {
+  try {
+    for (int i = 1; i < threads; i++) workers_.emplace_back(&Pool::work, this, i);
+  } catch (...) {  // no more threads, or no memory for them
+    stop();
+    throw;
+  }
+}
+
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(sleep_);
     stop_ = true;
@@ -127,7 +148,9 @@ XL_API xl::Pool* xl_pool_start(int threads, int spin_us) {
   }
 }
 
-XL_API void xl_pool_stop(xl::Pool* pool) { delete pool; }
+XL_API void xl_pool_stop(xl::Pool* pool) {
+  if (!pool->is_foreign()) delete pool;
+}
 
 // Ask for huge pages behind [p, p + bytes), whole ones only.
 XL_API void xl_huge_pages(void* p, int64_t bytes) {

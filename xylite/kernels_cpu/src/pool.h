@@ -70,11 +70,16 @@ class Pool {
   }
   void* shared(int slot, size_t bytes) { return shared_[slot].get(bytes); }
 
+  // This process was forked from the one that made the pool: its threads are not here, and its
+  // locks may be held by some that never come back.
+  bool is_foreign() const;
+
   // Held for the length of one entry point: scratch memory belongs to the holder.
   std::mutex& entry() { return entry_; }
 
  private:
   void work(int thread);
+  void stop();  // and wait for all workers
 
   std::vector<Scratch> scratch_;
   Scratch shared_[4];
@@ -83,6 +88,7 @@ class Pool {
   std::mutex sleep_;
   std::condition_variable wake_;
   const int64_t spin_ns_;
+  const int forks_;  // of this process's ancestors, when the pool was made
 
   alignas(64) std::atomic<uint64_t> generation_{0};  // odd while a job is open
   alignas(64) std::atomic<int> active_{0};

@@ -332,11 +332,13 @@ XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t n, int64_t
           for (int64_t i = 0; i < count; i++) v[i] = load_one(w, at + i, type);
           turn(v);
           for (float y : v) top = std::max(top, std::fabs(y));
-          const uint16_t scale = fp16_of(std::min(top / 127.0f, 65504.0f));
+          // What is not finite is in every element now: such a group shall give NaN, not numbers.
+          const bool bad = v[0] * 0.0f != 0.0f;
+          const uint16_t scale = fp16_of(bad ? NAN : std::min(top / 127.0f, 65504.0f));
           reinterpret_cast<uint16_t*>(block + f.q_bytes())[col] = scale;
           const float by = scale ? 1.0f / fp16_to_float(scale) : 0.0f;
           for (int64_t i = 0; i < group; i++) {
-            const float y = std::nearbyint(v[i] * by);
+            const float y = bad ? 0.0f : std::nearbyint(v[i] * by);
             block[f.byte_of(i, col)] = char(uint8_t(128 + std::min(std::max(y, -127.0f), 127.0f)));
           }
         }
@@ -391,6 +393,9 @@ XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
   return guarded(pool, [&] {
     const ProductCall& p = call->product;
     if (p.m == 0 || call->n == 0) return;
+    // What activations.h has room for, and shifts by.
+    if (call->group < W || call->group > MAX_GROUP || (call->group & (call->group - 1)))
+      throw Unsupported();
     const Tuning tune{QUANT_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
     const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero),
                    call->turned != 0};
@@ -399,3 +404,6 @@ XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
                  tune);
   });
 }
+
+XL_STRUCT(xl_quant_gather, QuantGatherCall)
+XL_STRUCT(xl_quant_linear, QuantLinearCall)

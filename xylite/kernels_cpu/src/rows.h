@@ -67,7 +67,7 @@ struct Epilogue {
   int out_type;
   int64_t columns;
   const float* bias;      // [N] or null
-  const float* residual;  // [M, N] or null
+  const float* residual;  // [M, columns] or null
   int act;
   float cap;
 
@@ -86,11 +86,9 @@ struct Epilogue {
           vf up = loadf(acc + PANEL / 2 + j);
           if (bias) up = up + some(bias + columns + col, n);
           y = activate(y, act) * up;
-        } else if (residual) {
-          y = y + some(residual + base + col, n);
-        } else if (cap != 0.0f) {
-          y = cap * vtanh(y / cap);
         }
+        if (cap != 0.0f) y = cap * vtanh(y / cap);
+        if (residual) y = y + some(residual + base + col, n);
         if (n == W)
           store_as(out, base + col, out_type, y);
         else

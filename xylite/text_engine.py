@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
-from xylite.errors import ConfigError, Overloaded, RequestError, file_reason
+from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, file_reason
 from xylite.runtime.engine import Engine
 from xylite.runtime.request import (
     Limits,
@@ -37,6 +37,9 @@ __all__ = ["TextEngine", "TextEvent", "TextLogprob", "TextStream"]
 
 # Readers woken in one turn of the event loop; each takes about 0.1 ms to put its event on the wire.
 READERS_PER_TURN: Final = 32
+# Prompts encoded or checked in one turn; each takes up to half a millisecond, as does a request of
+# many prompts for each of them.
+PROMPTS_PER_TURN: Final = 4
 INLINE_CHARS: Final = 4096  # longer texts are encoded in a thread, so that the loop goes on
 
 
@@ -46,6 +49,9 @@ class TextEngine:
         async with TextEngine(EngineConfig(model=...)) as engine:
             async for event in engine.generate("Once upon a time", SamplingParams(max_tokens=20)):
                 print(event.text, end="")
+
+    Its methods raise Overloaded (code "loading") before it has started and EngineError (code
+    "closed") after it was closed.
 
     config            as resolved at start
     model_names       names clients may use; the first is the main one
@@ -72,6 +78,7 @@ class TextEngine:
         self.observers: list[Observer] = []
         self.dead = asyncio.Event()
         self._deliveries = Turnstile(READERS_PER_TURN)
+        self._prompts = Turnstile(PROMPTS_PER_TURN)
         self._template: ChatTemplate | None = None
         self._end_tokens: frozenset[int] = frozenset()
         self._engine: Engine | None = None
@@ -181,6 +188,8 @@ class TextEngine:
     def _running(self) -> Engine:
         if self._engine is None:
             raise Overloaded("the model is still loading", code="loading", retry_after_s=5)
+        if not self._threads:
+            raise _closed()
         return self._engine
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -190,6 +199,7 @@ class TextEngine:
             raise RequestError(f"text must be a string, got {short(text)}", param="text")
         self._check_length(text)
         if len(text) <= INLINE_CHARS:
+            await self._prompts.wait()
             return self.tokenizer.encode(text, add_special_tokens)
         return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
 
@@ -204,16 +214,24 @@ class TextEngine:
             )
 
     async def _in_thread(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads[1], lambda: function(*args, **kwargs))
+        work = self._threads[1].submit(function, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._threads or (task is not None and task.cancelling()):
+                raise
+            raise _closed() from None  # it waited for a thread when the threads were stopped
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; RequestError if one is outside the vocabulary."""
+        self._running()
         check_token_ids("tokens", ids, self.tokenizer.vocab_size)
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, as log-probabilities show it."""
+        self._running()
         check_token_ids("token_id", (token_id,), self.tokenizer.vocab_size)
         return self.tokenizer.token_text(token_id)
 
@@ -229,6 +247,7 @@ class TextEngine:
         raw_control_tokens: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation; RequestError if the template refuses it."""
+        self._running()
         return await self._in_thread(
             encode_chat,
             self.tokenizer,
@@ -265,6 +284,8 @@ class TextEngine:
         engine.require_room(params.n)
         if isinstance(prompt, str):
             prompt = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            await self._prompts.wait()
         self._num_requests += 1
         request = make_request(
             f"{request_id or 'request'}-{self._nonce}-{self._num_requests}",
@@ -305,6 +326,13 @@ class TextEngine:
     def snapshot(self) -> Mapping[str, Any]:
         """Counters and gauges now; the names are those of `Engine.snapshot`."""
         return {} if self._engine is None else self._engine.snapshot()
+
+
+def _closed() -> EngineError:
+    """Of every call after the end; 503, as another server may be there."""
+    error = EngineError("the engine was closed", code="closed")
+    error.status = 503
+    return error
 
 
 def _model_name(config: EngineConfig) -> str:

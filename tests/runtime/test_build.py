@@ -128,11 +128,11 @@ def test_more_kv_than_the_machine_can_hold_is_refused_by_name(tmp_path, name, va
 @pytest.mark.parametrize(
     ("budget", "target", "made"),
     [
-        (None, None, (992, 288, 40.0)),
-        (None, 20.0, (992, 144, 20.0)),
+        (None, None, (992, 256, 40.0)),
+        (None, 20.0, (992, 128, 20.0)),
         (None, 0.0, (992, 992, 0.0)),
         (64, None, (64, 64, 0.0)),
-        (512, 20.0, (512, 144, 20.0)),
+        (512, 20.0, (512, 128, 20.0)),
         (64, 20.0, (64, 64, 20.0)),
     ],
 )

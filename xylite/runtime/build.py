@@ -35,7 +35,7 @@ TARGET_STEP_S = 0.1
 TARGET_ITL_MS = 40.0
 # Of target_itl_ms: the rest goes to what decodes need besides their tokens (logits, long KV) and to
 # the event loop, where it shares the cores.
-MIXED_SHARE = 0.75
+MIXED_SHARE = 0.65
 MIN_BUDGET, MAX_BUDGET = 64, 8192
 MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_QUEUE = 64

@@ -321,6 +321,7 @@ _GGUF_KEYS: Final[Mapping[str, str]] = {
     "sliding_window": "attention.sliding_window",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
+    "rope_dimension_count": "rope.dimension_count",  # config.json has a share of head_dim instead
     "num_experts": "expert_count",
 }
 
@@ -344,13 +345,6 @@ def _gguf_config(
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
-    heads, size = config.get("num_attention_heads"), config.get("head_dim")
-    if type(size) is not int and type(heads) is int and heads > 0:
-        width = config.get("hidden_size")
-        size = width // heads if type(width) is int else None
-    rotary = _scalar(path, metadata, f"{arch}.rope.dimension_count")
-    if type(rotary) is int and type(size) is int and size > 0:
-        config["partial_rotary_factor"] = rotary / size
     config["rope_scaling"] = _gguf_rope(path, arch, metadata, tensors)
     for word, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -377,7 +371,8 @@ def _gguf_rope(
     kind, factor = get("scaling.type") or "none", get("scaling.factor")
     if kind == "none" and get("scale_linear") is not None:  # files of 2023
         kind, factor = "linear", get("scale_linear")
-    if kind == "none" or not factor:
+    # Without a factor these two change nothing, as in llama.cpp; others are refused by their name.
+    if kind == "none" or (not factor and kind in ("linear", "yarn")):
         return None
     made = {
         "rope_type": kind,

@@ -102,9 +102,11 @@ class Timed:
 
     def __init__(self, costs: dict[tuple[int, int], float]) -> None:
         self.costs = costs
+        self.seen: set[tuple[int, int]] = set()
         self.now = 0.0
 
     def linear(self, kind: int, *args: Any) -> None:
+        self.seen.add(args[-2:])
         self.now += self.costs.get(args[-2:], 1.0) * 1e-3
 
     def perf_counter(self) -> float:
@@ -120,6 +122,18 @@ def test_the_first_start_changes_blocks_only_for_a_clear_gain(
     monkeypatch.setattr(tuning, "time", kernels)
     found = tuning.better_blocks(kernels, tuning.K_F32)  # pyright: ignore[reportArgumentType]
     assert found == ((block // 2, panel) if wins else None)
+
+
+def test_blocks_are_a_kib_at_least_however_small_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels divide by them."""
+    monkeypatch.setattr(tuning, "cache_sizes", lambda: (1024, 2048))
+    assert tuning.computed_blocks() == (1, 1)
+    kernels = Timed({})
+    monkeypatch.setattr(tuning, "time", kernels)
+    assert tuning.better_blocks(kernels, tuning.K_F32) is None  # pyright: ignore[reportArgumentType]
+    assert min(min(blocks) for blocks in kernels.seen) >= 1
 
 
 def test_the_first_start_does_not_measure_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,47 @@ def test_gguf_metadata_comes_out_in_the_words_of_config_json(tmp_path):
     assert opened.gguf_metadata["tokenizer.ggml.tokens"][5] == "t5"
 
 
+@pytest.mark.parametrize(("size", "turning"), [(88, 60), (90, 52), (52, 30), (64, 64), (80, 32)])
+def test_gguf_says_how_many_elements_of_a_head_turn(size, turning, tmp_path):
+    """Some of these are not the product of the head's size and a float64 share of it."""
+    cfg = tiny.config(head_dim=size)
+    w = tiny.gguf_writer(tmp_path / "m.gguf", cfg)
+    del w.kv_data[0]["llama.rope.dimension_count"]
+    w.add_rope_dimension_count(turning)
+    w.add_tensor("token_embd.weight", np.zeros((160, 64), np.float32))
+    tiny.finish_gguf(w)
+    opened = open_checkpoint(str(tmp_path / "m.gguf"))
+    _, spec = models.describe(opened.config)
+    assert (spec.head_dim, spec.rope.rot) == (size, turning)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "refused"),
+    [
+        ("none", None, None),
+        ("linear", None, None),
+        ("yarn", None, None),
+        ("longrope", None, "rope type 'longrope' is not supported"),
+        ("longrope", 4.0, "rope type 'longrope' is not supported"),
+        ("spiral", None, "rope type 'spiral' is not supported"),
+    ],
+)
+def test_gguf_scaling_that_is_not_known_is_refused(kind, factor, refused, tmp_path):
+    w = tiny.gguf_writer(tmp_path / "m.gguf", tiny.config())
+    w.add_string("llama.rope.scaling.type", kind)
+    if factor is not None:
+        w.add_rope_scaling_factor(factor)
+    w.add_tensor("token_embd.weight", np.zeros((160, 64), np.float32))
+    tiny.finish_gguf(w)
+    opened = open_checkpoint(str(tmp_path / "m.gguf"))
+    if refused is None:
+        _, spec = models.describe(opened.config)
+        assert spec.rope.type == "default"
+        return
+    with pytest.raises(ConfigError, match=refused):
+        models.describe(opened.config)
+
+
 GGUF_VALUES: dict[str, tuple[Callable[[gguf.GGUFWriter], None], str]] = {
     "eos outside": (lambda w: w.add_eot_token_id(160), "eot_token_id': 160 is not a token"),
     "width an array": (

@@ -270,6 +270,23 @@ def test_tensors_that_do_not_fit_the_model_give_one_error(case, tmp_path):
         load(make(tmp_path))
 
 
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_norm_in_blocks_is_one_error_with_its_name(kind, keep, tmp_path):
+    cfg = tiny.config()
+    w = tiny.gguf_writer(tmp_path / "m.gguf", cfg)
+    for name, x in tiny.tensors(cfg).items():
+        if name == "model.norm.weight":
+            w.add_tensor("output_norm.weight", gguf.quantize(x.numpy(), kind), raw_dtype=kind)
+        else:
+            w.add_tensor(tiny.gguf_name(name), x.numpy())
+    tiny.finish_gguf(w)
+    with pytest.raises(
+        ConfigError, match=rf"m\.gguf: tensor 'output_norm\.weight' .* in blocks of {kind.name}"
+    ):
+        load(tmp_path / "m.gguf", keep_stored=keep)
+
+
 def test_a_file_that_shrinks_or_goes_after_opening_gives_an_error(tmp_path):
     cfg = tiny.config()
     path = tiny.save_directory(tmp_path, cfg, tiny.tensors(cfg))

@@ -25,7 +25,7 @@ import torch
 from xylite.kernels_cpu.library import K_BF16, K_BF16_DOT, K_F32, T_F32, Kernels
 
 VERSION: Final = 2
-FIRST_ROWS: Final = 16  # fewer rows are one tile on every machine: there are no blocks
+FIRST_ROWS: Final = 16  # fewer rows are a few tiles at most, and take the default blocks
 LAST_ROWS: Final = 4096
 MOST_KIB: Final = 1 << 20
 CLEAR_GAIN: Final = 1.05  # of blocks that shall serve all shapes
@@ -77,7 +77,7 @@ def cache_sizes() -> tuple[int, int]:
 def computed_blocks() -> Blocks:
     """Blocks that fit the caches: most of what one core has, with room for what passes through."""
     first, second = cache_sizes()
-    return second * 3 // 8 // 1024, first * 3 // 4 // 1024
+    return max(1, second * 3 // 8 // 1024), max(1, first * 3 // 4 // 1024)
 
 
 def load(path: Path) -> Tuning | None:
@@ -178,7 +178,8 @@ def better_blocks(kernels: Kernels, kind: int) -> Blocks | None:
     if none are, or if this machine is too slow for a quick answer."""
     m, end = 256, time.perf_counter() + 0.15
     block, panel = computed_blocks()
-    tried = [(block, panel), (block // 2, panel), (block, 2 * panel), (block // 2, 2 * panel)]
+    half = max(1, block // 2)
+    tried = [(block, panel), (half, panel), (block, 2 * panel), (half, 2 * panel)]
     dtype = torch.bfloat16 if kind == K_BF16_DOT else torch.float32
     total = dict.fromkeys(tried, 0.0)
     for n, k in ((1024, 576), (576, 1536)):

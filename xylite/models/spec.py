@@ -172,17 +172,16 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_position: int
             f"config.json: rope_scaling must be an object, got {str(given)[:80]!r}", param="model"
         )
     theta = real({**config, **given}, "rope_theta", 1.0, 1e15, 10000.0)
-    share = real({**config, **given}, "partial_rotary_factor", 0.0, 1.0, 1.0)
+    rot = _rot(config, {**config, **given}, head_dim)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "default":
-        return Rope(theta=theta, rot=_rot(head_dim, share))
+        return Rope(theta=theta, rot=rot)
     if kind not in ROPE_TYPES:
         raise ConfigError(
             f"config.json: rope type {str(kind)[:80]!r} is not supported "
             f"(supported: {', '.join(ROPE_TYPES)})",
             param="model",
         )
-    rot = _rot(head_dim, share)
     if kind == "divisors":
         return Rope(theta=theta, rot=rot, type="divisors", divisors=_divisors(given, rot // 2))
     original = integer(
@@ -242,9 +241,10 @@ def _divisors(given: Mapping[str, Any], number: int) -> tuple[float, ...]:
     )
 
 
-def _rot(head_dim: int, share: float) -> int:
-    """Elements of a head that turn, an even number."""
-    rot = int(head_dim * share)
+def _rot(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -> int:
+    """Elements of a head that turn, an even number: GGUF counts them, config.json has a share."""
+    share = real(given, "partial_rotary_factor", 0.0, 1.0, 1.0)
+    rot = integer(config, "rope_dimension_count", 0, head_dim, int(head_dim * share))
     if rot % 2:
         raise ConfigError(
             f"config.json: {rot} of head_dim {head_dim} elements turn by position; the number must "

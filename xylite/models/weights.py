@@ -286,6 +286,12 @@ def _check_names(
                 f"(supported: {', '.join(_PLAIN)})",
                 param="model",
             )
+        if t.dtype not in _PLAIN and len(shape) == 1:
+            raise ConfigError(
+                f"{t.file}: tensor {name!r} is one row of {shape[0]} values in blocks of "
+                f"{t.dtype}; norms and biases must be plain ({', '.join(_PLAIN)})",
+                param="model",
+            )
 
 
 def _read(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from xylite.ops import Ops, cpu
+from xylite.ops import Activation, Ops, cpu, reference
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +86,27 @@ def test_bias_then_residual_or_cap(ops: Ops, dtype: torch.dtype) -> None:
         capped = ops.linear(x, packed, bias, cap=1.5)
         expected = 1.5 * torch.tanh(plain.double() / 1.5)
         torch.testing.assert_close(capped.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("packed", [None, "int8"])
+def test_several_epilogues_follow_each_other_as_in_the_reference(
+    ops: Ops, act: Activation | None, cap: float, residual: bool, packed: str | None
+) -> None:
+    w = weight(70, 64, torch.float32)
+    leaf = (ops.packers[packed] if packed else ops.pack_linear)(w.clone(), gated=act is not None)
+    used = w
+    if packed:
+        plain = ops.packers[packed](w.clone())
+        used = ops.embed(plain, torch.arange(70).int())
+    for m in (1, 17):
+        x = rows(m, 64)
+        added = rows(m, 35 if act else 70, seed=5) if residual else None
+        got = ops.linear(x, leaf, residual=added, act=act, cap=cap)
+        expected = reference.linear(x, used, residual=added, act=act, cap=cap)
+        assert bool(((got - expected).abs() < (0.2 if packed else 1e-4)).all())
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])

@@ -16,7 +16,6 @@ namespace xl {
 enum Kind : int { K_F32 = 0, K_F16 = 1, K_BF16 = 2, K_BF16_DOT = 3 };  // how to multiply
 
 struct Tuning {
-  int rows;             // of a register tile
   int64_t block_bytes;  // of activations that stay in the second-level cache
   int64_t panel_bytes;  // of a panel that stay in the first-level cache
 };

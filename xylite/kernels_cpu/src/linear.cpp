@@ -40,16 +40,15 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   }
 
   const int64_t steps = padded / T::STEP;
-  const int64_t row_tile = tune.rows < MAX_ROWS ? tune.rows : MAX_ROWS;
   // A block of rows stays in the second-level cache while panels pass; a block of k of a panel in
   // the first-level cache while rows pass.
-  int64_t block = tune.block_bytes / row_bytes / row_tile * row_tile;
-  if (block < 2 * row_tile) block = 2 * row_tile;
+  int64_t block = tune.block_bytes / row_bytes / MAX_ROWS * MAX_ROWS;
+  if (block < 2 * MAX_ROWS) block = 2 * MAX_ROWS;
   const int64_t blocks = (m + block - 1) / block;
-  block = ((m + blocks - 1) / blocks + row_tile - 1) / row_tile * row_tile;
+  block = ((m + blocks - 1) / blocks + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
   const int64_t step_bytes = PANEL * T::LANE * int64_t(sizeof(typename T::B));
   int64_t k_blocks = 1;
-  if (m > row_tile) k_blocks = (steps * step_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
+  if (m > MAX_ROWS) k_blocks = (steps * step_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
   const int64_t k_steps = (steps + k_blocks - 1) / k_blocks;
   const size_t acc_rows = size_t(k_blocks > 1 ? block : MAX_ROWS);
   pool.reserve(acc_rows * PANEL * sizeof(float));
@@ -61,7 +60,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
     const int64_t rows = m - m0 < block ? m - m0 : block;
     const auto* b = static_cast<const typename T::B*>(w.data) + panel * steps * PANEL * T::LANE;
     float* acc = static_cast<float*>(pool.scratch(thread, acc_rows * PANEL * sizeof(float)));
-    const int64_t tiles = (rows + row_tile - 1) / row_tile;
+    const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t s = 0; s < steps; s += k_steps) {
       const int64_t n = steps - s < k_steps ? steps - s : k_steps;
       const bool last = s + n == steps;
@@ -166,7 +165,7 @@ XL_API int xl_linear(Pool* pool, const LinearCall* call) {
     if (p.m == 0 || call->n == 0) return;
     const Epilogue e = p.epilogue(call->n);
     const Weights weights{address(call->w), call->n, call->k};
-    const Tuning tune{MAX_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
+    const Tuning tune{p.block_kib * 1024, p.panel_kib * 1024};
     const int64_t panels = panels_of(call->n, p.act != ACT_NONE);
     const void* x = address(p.x);
     const int x_type = int(p.x_type);

@@ -396,7 +396,7 @@ XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
     // What activations.h has room for, and shifts by.
     if (call->group < W || call->group > MAX_GROUP || (call->group & (call->group - 1)))
       throw Unsupported();
-    const Tuning tune{QUANT_ROWS, p.block_kib * 1024, p.panel_kib * 1024};
+    const Tuning tune{p.block_kib * 1024, p.panel_kib * 1024};
     const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero),
                    call->turned != 0};
     quant_linear(*pool, f, static_cast<const char*>(address(call->w)), call->k, address(p.x),

@@ -132,14 +132,20 @@ struct Attention {
     return static_cast<const B*>(base) + (b * c.kv_heads + t.head) * p * d;
   }
 
-  // What to fetch while key + j is worked on: as much as that a step later, or of the next task.
-  const B* later(const void* base, const Tile& t, const Work& w, int64_t key, int64_t j,
-                 const B* nothing) const {
-    const int64_t next = key + j + STEP_KEYS;
-    if (next < t.end_key) return block(base, t, next) + next % p * d;
-    const int64_t first = w.next.first_key / STEP_KEYS * STEP_KEYS + j;
-    if (w.next.rows && first < w.next.end_key) return block(base, w.next, first) + first % p * d;
-    return nothing;
+  // What to fetch while a tile of `columns` columns works on key + j: as much as that of the step
+  // after it, or of the next task; only half of a wide tile if no more of its keys are needed.
+  Ahead later(bool is_k, const Tile& t, const Work& w, int64_t key, int64_t j, int columns) const {
+    const void* base = is_k ? c.k : c.v;
+    const bool same = key + j + STEP_KEYS < t.end_key;
+    const Tile& tile = same ? t : w.next;
+    const int64_t at = j + (same ? key + STEP_KEYS : tile.first_key / STEP_KEYS * STEP_KEYS);
+    if (!same && (!tile.rows || at >= tile.end_key)) return {block(base, t, key), 0, 0};
+    const ptrdiff_t width = columns * T::STEP * ptrdiff_t(sizeof(B));
+    const bool half = columns > COLS && tile.end_key - at <= COLS;
+    const ptrdiff_t upper = half ? 0 : width / 2;
+    if (is_k)
+      return {block(base, tile, at) + at % p * T::LANE, p * T::LANE * ptrdiff_t(sizeof(B)), upper};
+    return {block(base, tile, at) + at % p * d, half ? width / 2 : width, upper};
   }
 
   // Scores of `count` rows from row r0 against keys [key, key + keys): masked, in w.scores.
@@ -152,7 +158,7 @@ struct Attention {
       const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
       const int columns = wide ? 2 * COLS : COLS;
       f(q, d, tile, p * T::LANE, w.scores + j, STEP_KEYS, d / T::STEP, false,
-        Ahead{later(c.k, t, w, key, j, tile), columns * T::STEP * ptrdiff_t(sizeof(B))});
+        later(true, t, w, key, j, columns));
       j += columns;
     }
     const float scale = float(c.scale), cap = float(c.cap);
@@ -240,13 +246,15 @@ struct Attention {
       const int64_t in_block = p - (key + j) % p;
       const int64_t n = in_block < keys - j ? in_block : keys - j;
       const B* tile = block(c.v, t, key + j) + (key + j) % p * d;
-      const B* v = later(c.v, t, w, key, j, tile);
       const bool wide = count <= MAX_ROWS / 2 && d % (2 * COLS) == 0;
       const auto f = wide ? TILES<T>.wide[count] : TILES<T>.tile[count];
       const int columns = wide ? 2 * COLS : COLS;
-      for (int64_t i = 0; i < d; i += columns)
+      Ahead ahead = later(false, t, w, key, j, columns);
+      for (int64_t i = 0; i < d; i += columns) {
         f(w.prob + j, STEP_KEYS, tile + i * T::LANE, d * T::LANE, w.o + r0 * d + i, d,
-          n / T::STEP, true, Ahead{v + i * n, columns * T::STEP * ptrdiff_t(sizeof(B))});
+          n / T::STEP, true, ahead);
+        ahead.from = static_cast<const char*>(ahead.from) + n / T::STEP * ahead.advance;
+      }
       j += n;
     }
   }

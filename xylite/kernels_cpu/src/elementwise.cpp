@@ -266,6 +266,16 @@ XL_API int xl_finite(Pool* pool, const void* x, int type, int64_t rows, int64_t 
   });
 }
 
+static inline bool any(vi flags) {
+#if defined(XL_AVX512)
+  return _mm512_movepi32_mask((__m512i)flags);
+#else
+  int32_t all = 0;
+  for (int i = 0; i < W; i++) all |= flags[i];
+  return all;
+#endif
+}
+
 // The first largest of each row [rows, n], a NaN above all.
 XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_t stride,
                      int64_t* out) {
@@ -290,8 +300,10 @@ XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_
       int64_t at = 0;
       if (nan)
         while (p[at] == p[at]) at++;
-      else
+      else {
+        for (; at + W <= n && !any(loadf(p + at) == best); at += W) continue;
         while (at < n - 1 && p[at] != best) at++;
+      }
       out[r] = at;
     }, rows < 2);
   });

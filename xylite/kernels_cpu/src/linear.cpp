@@ -71,10 +71,10 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
         // The next bytes of the weight: far enough ahead in this stream if it is read but once,
         // else the next block of k (or the next panel), a share of it by each tile.
         const char* here = reinterpret_cast<const char*>(b + s * PANEL * T::LANE);
-        Ahead ahead{here + STREAM_AHEAD, step_bytes};
+        Ahead ahead{here + STREAM_AHEAD, step_bytes, 64};
         if (tiles > 1) {
           const int64_t advance = (step_bytes + tiles - 1) / tiles;
-          ahead = {here + n * step_bytes + t * n * advance, advance};
+          ahead = {here + n * step_bytes + t * n * advance, advance, 64};
         }
         for (int j = 0; j < PANEL; j += COLS)
           TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,

@@ -42,12 +42,14 @@ struct BF16Dot {  // bf16 x bf16 summed in fp32 by the machine's own instruction
   static constexpr int LANE = 2;
 };
 
-static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// What a tile fetches into cache while it computes: a line per vector and step from `from` on.
+// What a tile fetches into cache while it computes: a line per vector and step from `from` on, for
+// the second half of the vectors `upper` bytes further on.
 struct Ahead {
   const void* from;
   ptrdiff_t advance;  // bytes per step
+  ptrdiff_t upper;
 };
 
 // lda, ldb in elements; b's row s starts at b + s * ldb; steps counts rows of b.
@@ -68,7 +70,10 @@ static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* 
 #pragma GCC unroll 2
   for (ptrdiff_t s = 0; s < steps; s++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) prefetch(soon + 64 * j);
+    for (int j = 0; j < NV / 2; j++) {
+      prefetch(soon + 64 * j);
+      prefetch(soon + ahead.upper + 64 * j);
+    }
     soon += ahead.advance;
     if constexpr (std::is_same<T, F32>::value || std::is_same<T, F16>::value) {
       vf w[NV];

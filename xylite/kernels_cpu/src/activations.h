@@ -2,15 +2,16 @@
 //
 // A transformer's activations have channels that are ten times as large as the others, and some a
 // hundred times. Such a value sets the step of its whole group, and the others lose most of their
-// bits to it: measured on short chats, more than four fifths of all the harm that 8 bits do. There
-// are two ways out, by whose the weights are.
+// bits to it: on short chats, more than four fifths of the divergence that 8-bit activations cause.
+// There are two ways out, by whose the weights are.
 //
 // Turned: where the weights are quantised here, both they and the activations are multiplied by a
 // Hadamard matrix, group by group. Products stay the same, and a value that stood out is a 64th
 // part of each square in its group (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, within groups).
 //
-// Outliers: where the weights come as they are, values beyond FAR times the root mean square of
-// their row are left out of their group (0 there), and their products are added in float32.
+// Outliers: where the weights come as they are, or are put back into the groups of a file (4 bits),
+// values beyond FAR times the root mean square of their row are left out of their group (0 there),
+// and their products are added in float32.
 //
 // Either depends on nothing but the row.
 #pragma once

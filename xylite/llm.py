@@ -4,14 +4,17 @@ import asyncio
 import numbers
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from xylite.config import EngineConfig
-from xylite.errors import EngineError
+from xylite.errors import EngineError, Overloaded
 from xylite.runtime.request import FinishReason, SamplingParams, check_list, check_params
-from xylite.text_engine import TextEngine, TextEvent, TextLogprob
+from xylite.text_engine import Pending, TextEngine, TextEvent, TextLogprob, TextStream
+
+FULL_S: Final = 0.002  # until a prompt is offered again to an engine that is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,38 @@ class Completion:
     num_cached: int
 
 
+class _Room:
+    """Places in the engine, for callers that wait for one; first come, first served."""
+
+    def __init__(self, size: int):
+        self._size = self._free = size
+        self._door = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, num: int) -> AsyncGenerator[None]:
+        """Hold `num` places, or all if there are fewer."""
+        num = min(num, self._size)
+        async with self._door:
+            while self._free < num:
+                self._left.clear()
+                await self._left.wait()
+            self._free -= num
+        try:
+            yield
+        finally:
+            self._free += num
+            self._left.set()
+
+
 class LLM:
     """A model for scripts: blocking calls, many prompts at once.
 
         llm = LLM("path/to/model")
         for answer in llm.generate(["1, 2, 3,", "Once upon a time"], SamplingParams(max_tokens=8)):
             print(answer[0].text)
+
+    Several threads may call it at the same time: who finds the engine full waits.
 
     model   as EngineConfig.model; further settings of EngineConfig by name
     """
@@ -55,6 +84,8 @@ class LLM:
         except BaseException:
             self._finalizer()
             raise
+        config = self._engine.config
+        self._room = _Room(config.max_num_seqs + (config.max_num_queued_reqs or 0))
 
     def _run(self, work: Any) -> Any:
         if not self._finalizer.alive:
@@ -99,16 +130,7 @@ class LLM:
     async def _generate_all(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        limits = self._engine.config
-        room = asyncio.Semaphore(
-            max(1, (limits.max_num_seqs + (limits.max_num_queued_reqs or 0)) // params.n)
-        )
-
-        async def one(prompt: str | Sequence[int]) -> list[Completion]:
-            async with room:
-                return await self._complete(prompt, params)
-
-        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(self._complete(prompt, params)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -119,16 +141,32 @@ class LLM:
     async def _complete(
         self, prompt: str | Sequence[int], params: SamplingParams
     ) -> list[Completion]:
-        stream = await self._engine.submit(prompt, params)
-        events: list[list[TextEvent]] = [[] for _ in range(params.n)]
-        try:
-            async for event in stream:
-                if event.error is not None:
-                    raise event.error
-                events[event.index].append(event)
-        finally:
-            await stream.aclose()
-        return [_completion(e, stream.prompt_token_ids) for e in events]
+        async with self._room.taken(params.n):
+            stream = await self._submit(prompt, params)
+            answers: dict[int, Pending] = {}
+            try:
+                async for event in stream:
+                    if event.error is not None:
+                        raise event.error
+                    if event.index in answers:
+                        answers[event.index].add(event)
+                    else:
+                        answers[event.index] = Pending(event)
+            finally:
+                await stream.aclose()
+        prompt_ids = stream.prompt_token_ids
+        return [_completion(answers[i].merged(), prompt_ids) for i in range(params.n)]
+
+    async def _submit(self, prompt: str | Sequence[int], params: SamplingParams) -> TextStream:
+        """Queue a prompt that has its places."""
+        while True:
+            try:
+                return await self._engine.submit(prompt, params)
+            except Overloaded as e:
+                if e.code != "queue_full":
+                    raise
+                # Sequences that have ended count until the iteration they were in is over.
+                await asyncio.sleep(FULL_S)
 
     def close(self) -> None:
         """Free the model. Also done when the `with` block ends, when nobody holds this object any
@@ -178,17 +216,15 @@ def _as_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
     return prompts
 
 
-def _completion(events: Sequence[TextEvent], prompt: tuple[int, ...]) -> Completion:
-    last = events[-1]
-    if last.finish_reason is None:
+def _completion(whole: TextEvent, prompt: tuple[int, ...]) -> Completion:
+    if whole.finish_reason is None:
         raise EngineError("a sequence ended without saying why")
-    scored = [e.logprobs for e in events if e.logprobs is not None]
     return Completion(
-        text="".join(e.text for e in events),
-        token_ids=tuple(t for e in events for t in e.token_ids),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=tuple(x for entries in scored for x in entries) if scored else None,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        finish_reason=whole.finish_reason,
+        stop_reason=whole.stop_reason,
+        logprobs=whole.logprobs,
         prompt_token_ids=prompt,
-        num_cached=last.num_cached,
+        num_cached=whole.num_cached,
     )

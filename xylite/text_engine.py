@@ -31,9 +31,9 @@ from xylite.text.chat import encode_chat
 from xylite.text.stop import check_stops
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
-from xylite.text_stream import TextEvent, TextLogprob, TextStream
+from xylite.text_stream import Pending, TextEvent, TextLogprob, TextStream
 
-__all__ = ["TextEngine", "TextEvent", "TextLogprob", "TextStream"]
+__all__ = ["Pending", "TextEngine", "TextEvent", "TextLogprob", "TextStream"]
 
 # Readers woken in one turn of the event loop; each takes about 0.1 ms to put its event on the wire.
 READERS_PER_TURN: Final = 32

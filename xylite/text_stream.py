@@ -68,6 +68,53 @@ class TextEvent:
     error: XyliteError | None = None
 
 
+class Pending:
+    """Events of one sequence that nobody has taken yet, as one."""
+
+    __slots__ = ("_first", "_ids", "_last", "_logprobs", "_prompt_logprobs", "_texts")
+
+    def __init__(self, first: TextEvent):
+        self._first = self._last = first
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TextLogprob] | None = None
+        self._prompt_logprobs: Sequence[TextLogprob | None] | None = None
+        self._append(first)
+
+    def add(self, event: TextEvent) -> None:
+        """Append an event; it comes after all added before."""
+        self._last = event
+        self._append(event)
+
+    def _append(self, event: TextEvent) -> None:
+        if event.text:
+            self._texts.append(event.text)
+        self._ids.extend(event.token_ids)
+        if event.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs.extend(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
+
+    def merged(self) -> TextEvent:
+        """All of it as one event."""
+        last = self._last
+        if last is self._first:
+            return last
+        return TextEvent(
+            index=last.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._ids),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            num_cached=last.num_cached,
+            num_output=last.num_output,
+        )
+
+
 def _text_logprob(tokenizer: Tokenizer, entry: TokenLogprob) -> TextLogprob:
     """The entry with its tokens as text."""
 

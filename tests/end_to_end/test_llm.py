@@ -1,15 +1,18 @@
 """The class for scripts, as scripts use it: many never close it."""
 
+import asyncio
 import gc
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from xylite import LLM, SamplingParams
 from xylite.errors import EngineError, RequestError
+from xylite.llm import _Room
 
 pytestmark = pytest.mark.model
 
@@ -101,3 +104,45 @@ def test_a_closed_model_says_that_it_is_closed():
     for call in (lambda: llm.generate("a"), lambda: llm.chat([{"role": "user", "content": "a"}])):
         with pytest.raises(EngineError, match="this model was closed"):
             call()
+
+
+def test_calls_of_several_threads_share_the_places_of_one_engine():
+    settings = {"num_blocks": 64, "kv_cache_memory_bytes": None}
+    with LLM("demo", max_num_seqs=2, max_num_queued_reqs=1, **settings) as llm:
+        calls = {
+            1: lambda n: llm.generate(["1, 2, 3,"] * 8, SamplingParams(n=n, max_tokens=2)),
+            3: lambda n: llm.generate(["1, 2, 3,"] * 3, SamplingParams(n=n, max_tokens=2)),
+            2: lambda n: [
+                llm.chat([{"role": "user", "content": "a"}], SamplingParams(n=n, max_tokens=2))
+            ],
+        }
+        with ThreadPoolExecutor(4) as pool:
+            made = [(n, pool.submit(call, n)) for n, call in calls.items() for _ in range(2)]
+            for n, call in made:
+                assert all(len(answer) == n for answer in call.result(60))
+        with pytest.raises(RequestError, match="takes at most 3 at a time"):
+            llm.generate("a", SamplingParams(n=4))
+
+
+async def test_places_are_given_in_order_and_come_back_from_who_gives_up():
+    room, order, leave = _Room(3), [], asyncio.Event()
+
+    async def visit(name, num):
+        async with room.taken(num):
+            order.append(name)
+            await leave.wait()
+
+    tasks = {name: asyncio.ensure_future(visit(name, num)) for name, num in (("a", 2), ("b", 2))}
+    await asyncio.sleep(0)
+    tasks["c"] = asyncio.ensure_future(visit("c", 1))
+    await asyncio.sleep(0)
+    assert order == ["a"], "c would fit, but came after b"
+    tasks["b"].cancel()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert order == ["a", "c"]
+    leave.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await visit("more than there are", 7)
+    assert room._free == 3

@@ -1,7 +1,7 @@
 """Limits and signs of life of streams, while tokens come and while their client does not read."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,14 +16,15 @@ BODY = b'{"prompt":"x","stream":true}'
 
 
 @asynccontextmanager
-async def reading_nothing(client: Any) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection that has sent a request and reads nothing of the answer until resumed."""
+async def reading_nothing(
+    client: Any,
+) -> AsyncIterator[tuple[asyncio.StreamReader, Callable[[], None]]]:
+    """A connection that has sent a request and reads nothing of the answer, and what resumes it."""
     reader, writer = await asyncio.open_connection(client.host, client.port, limit=1024)
     writer.transport.pause_reading()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     writer.write((head % len(BODY)).encode() + BODY)
-    reader.resume = writer.transport.resume_reading  # pyright: ignore
-    yield reader
+    yield reader, writer.transport.resume_reading
     writer.transport.abort()
 
 
@@ -43,10 +44,10 @@ def endless(size: int) -> Any:
 async def test_the_time_limit_counts_while_the_client_does_not_read(connect: Connect) -> None:
     engine = FakeEngine(endless(100_000))
     client = await connect(engine, request_timeout=0.2)
-    async with reading_nothing(client) as reader, asyncio.timeout(10):
+    async with reading_nothing(client) as (reader, resume), asyncio.timeout(10):
         await engine.until(lambda: engine.num_running == 1)
         await engine.until(lambda: engine.num_running == 0)
-        reader.resume()  # pyright: ignore
+        resume()
         received = b""
         while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             received = (received + await reader.read(1 << 20))[-1000:]
@@ -63,13 +64,13 @@ async def test_what_is_whole_is_given_although_its_time_has_passed(connect: Conn
 
     engine = FakeEngine(script)
     client = await connect(engine, request_timeout=0.2)
-    async with reading_nothing(client) as reader, asyncio.timeout(10):
+    async with reading_nothing(client) as (reader, resume), asyncio.timeout(10):
         await engine.until(lambda: len(engine.calls) == 1)
         await engine.until(lambda: engine.num_running == 0)
         passed = asyncio.Event()
         asyncio.get_running_loop().call_later(0.25, passed.set)
         await passed.wait()
-        reader.resume()  # pyright: ignore
+        resume()
         received = b""
         while b"[DONE]" not in received:
             received = (received + await reader.read(1 << 20))[-1000:]

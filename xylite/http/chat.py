@@ -29,9 +29,9 @@ from xylite.http.protocol import (
     whole,
 )
 from xylite.http.service import SERVICE, Service
-from xylite.http.stream import Batch, Pending, TimeLimits
+from xylite.http.stream import Batch, TimeLimits
 from xylite.runtime.request import SamplingParams, check_params
-from xylite.text_engine import TextEvent, TextStream
+from xylite.text_engine import Pending, TextEvent, TextStream
 
 MAX_TOKENS = 2**31 - 1
 

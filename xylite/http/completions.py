@@ -28,9 +28,9 @@ from xylite.http.protocol import (
     whole,
 )
 from xylite.http.service import SERVICE, Service
-from xylite.http.stream import Batch, Pending, TimeLimits
+from xylite.http.stream import Batch, TimeLimits
 from xylite.runtime.request import SamplingParams, check_params
-from xylite.text_engine import TextEvent, TextLogprob, TextStream
+from xylite.text_engine import Pending, TextEvent, TextLogprob, TextStream
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, for this endpoint

@@ -77,9 +77,9 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "text_stream": (
         *LEAVES,
         "text",
-        "runtime.engine",
         "runtime.event_queue",
         "runtime.request",
+        "runtime.tickets",
         "runtime.turnstile",
     ),
     "sampling_defaults": ("errors", "config", "runtime.request"),
@@ -96,11 +96,13 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
     "runtime.event_queue": (*LEAVES, *HOST),
     "runtime.interfaces": (*LEAVES, *HOST),
     "runtime.turnstile": (),
+    "runtime.tickets": (*LEAVES, *HOST, "runtime.event_queue"),
     "runtime.engine": (
         *LEAVES,
         *HOST,
         "runtime.event_queue",
         "runtime.interfaces",
+        "runtime.tickets",
         "runtime",
         "checkpoint",
         "models",
@@ -151,6 +153,7 @@ NO_TORCH_OF_THEIR_OWN = (
     "runtime.engine",
     "runtime.event_queue",
     "runtime.interfaces",
+    "runtime.tickets",
     "runtime.turnstile",
 )
 

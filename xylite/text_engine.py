@@ -119,7 +119,7 @@ class TextEngine:
             watchdog_s=self.config.watchdog_timeout,
             drafter=parts.drafter,
         )
-        self._engine.observers = self.observers
+        self._engine.tickets.observers = self.observers
         self._engine.dead = self.dead
         return self
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import overload
 
 from xylite.errors import XyliteError
-from xylite.runtime.engine import Ticket
 from xylite.runtime.event_queue import EventQueue
 from xylite.runtime.request import (
     FinishReason,
@@ -17,6 +16,7 @@ from xylite.runtime.request import (
     TokenEvent,
     TokenLogprob,
 )
+from xylite.runtime.tickets import Ticket
 from xylite.runtime.turnstile import Turnstile
 from xylite.text.detokenize import Detokenizer
 from xylite.text.stop import StopChecker, StopStrings

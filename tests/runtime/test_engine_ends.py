@@ -52,7 +52,7 @@ async def test_every_reader_is_told_though_the_books_of_blocks_are_wrong():
             await engine.dead.wait()
             await engine._idle.wait()
         assert [e.error and e.error.code for e in ends] == ["engine_dead"] * 3
-        assert not engine._tickets
+        assert not engine.tickets
         del engine.scheduler.blocks.release
         for seq in list(engine.scheduler.running):
             seq.num_inflight = 0

@@ -7,22 +7,22 @@ The engine knows token ids only.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from xylite.errors import EngineError, Overloaded, XyliteError
-from xylite.runtime.commit import Outcome
+from xylite.errors import EngineError, Overloaded
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
 from xylite.runtime.plan import Plan
-from xylite.runtime.request import FinishReason, Request, TokenEvent
+from xylite.runtime.request import Request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.stats import Observer, RequestRecord, Tallies, snapshot
+from xylite.runtime.stats import Tallies, snapshot
 from xylite.runtime.step import Step, StepResult
+from xylite.runtime.tickets import Ticket, Tickets
 from xylite.runtime.token_table import Tabulator, fill_masks
 
 PLAN_MARGIN_S = 0.003  # the next iteration is planned this long before the device is expected idle
@@ -36,31 +36,6 @@ def _size_class(num_tokens: int) -> int:
     eight classes to each power of two."""
     shift = max(num_tokens.bit_length() - 4, 0)
     return 8 * shift + (num_tokens >> shift)
-
-
-class Ticket:
-    """One accepted request inside the engine.
-
-    left  its sequences that have not ended
-    """
-
-    def __init__(
-        self,
-        engine: "Engine",
-        request: Request,
-        sequences: list[Sequence],
-        sink: Sink,
-        record: RequestRecord,
-    ):
-        self.request = request
-        self.left = list(sequences)
-        self.sink = sink
-        self.record = record
-        self._engine = engine
-
-    def cancel(self) -> None:
-        """Nobody listens any more: free what the request holds. Does nothing if it has ended."""
-        self._engine.cancel(self)
 
 
 class _Flight:
@@ -82,7 +57,7 @@ class Engine:
     runner     executes Steps; called on the device thread only
     num_words  int32 words of a mask row
     state      "ready", "draining", "closed" or "dead"
-    observers  told about every ended request
+    tickets    the requests that have not ended
     """
 
     def __init__(
@@ -99,7 +74,6 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
-        self.observers: list[Observer] = []
         self.tallies = Tallies()
         self.state = "ready"
         self.dead = asyncio.Event()
@@ -111,9 +85,10 @@ class Engine:
         self._watchdog_s = watchdog_s
         self._drafter = drafter
         self._clock = clock
-        self._tickets: dict[str, Ticket] = {}
-        self._last_delivery: dict[tuple[str, int], float] = {}
         self._wake = asyncio.Event()
+        self.tickets = Tickets(
+            scheduler, self.tallies, forget=self._forget, wake=self._wake.set, clock=clock
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._durations: dict[int, float] = {}
@@ -140,26 +115,9 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> Ticket:
         """Queue a request; Overloaded if the queue is full or the engine takes no more."""
         self.require_room(request.params.n)
-        assert request.id not in self._tickets, f"request id {request.id} is in use"
-        now = self._clock()
-        record = RequestRecord(
-            request_id=request.id,
-            num_prompt=len(request.prompt),
-            max_tokens=request.max_tokens,
-            n=request.params.n,
-            arrival=now,
-        )
-        ticket = Ticket(self, request, self.scheduler.add(request, now), sink, record)
-        self._tickets[request.id] = ticket
+        ticket = self.tickets.add(request, sink)
         self._idle.clear()
-        self._wake.set()
         return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """End what is left of a request as aborted; its sink is told nothing more."""
-        for seq in list(ticket.left):
-            self._end(ticket, seq, "abort")
-        self._wake.set()
 
     def _drain_estimate_s(self) -> float:
         """When a place in the queue may be free: queued work at the measured pace, 1 to 60 s.
@@ -182,12 +140,12 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            self._fail_all(EngineError("the server is shutting down", code="shutdown"))
+            self.tickets.fail_all(EngineError("the server is shutting down", code="shutdown"))
 
     async def close(self) -> None:
         """Abort what runs and stop, once the iteration that runs has ended."""
         self.state = "closed" if self.state != "dead" else "dead"
-        self._fail_all(EngineError("the engine was closed", code="shutdown"))
+        self.tickets.fail_all(EngineError("the engine was closed", code="shutdown"))
         self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
         # Weights and KV go at once, however long the caller keeps this object.
@@ -228,7 +186,7 @@ class Engine:
                     return
                 continue
             self._failed_in_a_row = 0
-            self._deliver(self.scheduler.commit(flight.plan, result))
+            self.tickets.deliver(self.scheduler.commit(flight.plan, result))
             await self._draft(flight, following)
             if following is not None and following.result is None:
                 self._submit_sampling(following)
@@ -242,10 +200,7 @@ class Engine:
             return None
         step = self._tabulator.build(plan)
         self.tallies.tasks = step.tasks
-        for seq in plan.admitted:
-            ticket = self._tickets.get(seq.request.id)
-            if ticket is not None and ticket.record.scheduled is None:
-                ticket.record.scheduled = now
+        self.tickets.note_scheduled(plan, now)
         flight = _Flight(plan, step, now)
         if step.num_mask_rows and ahead:
             flight.forwarded = self._device_thread.submit(self._runner.forward, step)
@@ -264,10 +219,8 @@ class Engine:
         mask = np.empty((flight.step.num_mask_rows, self._num_words), np.int32)
         for seq in fill_masks(flight.plan, mask):
             _log.error("request %s: its constraint failed", seq.request.id)
-            ticket = self._tickets.get(seq.request.id)
-            if ticket is not None and seq in ticket.left:
-                error = EngineError("the request's constraint failed", code="constraint_failed")
-                self._fail(ticket, seq, error)
+            error = EngineError("the request's constraint failed", code="constraint_failed")
+            self.tickets.fail(seq, error)
         return mask
 
     def _submit_sampling(self, flight: _Flight) -> None:
@@ -333,7 +286,7 @@ class Engine:
         _log.error("iteration %d failed", flight.plan.number, exc_info=cause)
         error = EngineError("the model failed on this request's iteration", code="step_failed")
         ahead = None if following is None else following.plan
-        self._deliver(self.scheduler.fail(flight.plan, error, ahead))
+        self.tickets.deliver(self.scheduler.fail(flight.plan, error, ahead))
         if following is not None:
             vain = following.result
             if vain is None and following.forwarded is not None:
@@ -394,6 +347,14 @@ class Engine:
         except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
             self._switch_drafting_off()
 
+    def _forget(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        try:
+            if self._drafter is not None:
+                self._drafter.forget(seq)
+        except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
+            self._switch_drafting_off()
+
     def _switch_drafting_off(self) -> None:
         _log.exception("the drafter failed and is switched off")
         self._drafter = None
@@ -402,96 +363,7 @@ class Engine:
         self.state = "dead"
         self._idle.set()
         self.dead.set()
-        self._fail_all(EngineError(why, code="engine_dead"))
-
-    # Delivery and ends
-
-    def _deliver(self, outcomes: Iterable[Outcome]) -> None:
-        now = self._clock()
-        for seq, event in outcomes:
-            ticket = self._tickets.get(seq.request.id)
-            if ticket is None or seq not in ticket.left:
-                continue
-            taken = self._put(ticket, event)
-            if taken is None:
-                for one in list(ticket.left):
-                    self._end(ticket, one, "error")
-                continue
-            num, finish = taken
-            if num:
-                self._note_tokens(ticket.record, seq, num, now)
-            if finish is not None:
-                self._end(ticket, seq, finish)
-
-    def _put(self, ticket: Ticket, event: TokenEvent) -> tuple[int, FinishReason | None] | None:
-        """Hand an event to the request's sink. None: it cannot take it, and its reader gets an
-        error instead."""
-        try:
-            return ticket.sink.put(event)
-        except Exception:  # noqa: BLE001 - a sink's fault ends its request, not the engine
-            _log.exception("request %s: its events cannot be delivered", ticket.request.id)
-            ticket.sink.abandon(EngineError("the answer could not be put into words"))
-            return None
-
-    def _fail(self, ticket: Ticket, seq: Sequence, error: XyliteError) -> None:
-        """End a sequence with an error; its reader is told first, whatever else goes wrong."""
-        self._put(ticket, TokenEvent(index=seq.index, finish_reason="error", error=error))
-        self._end(ticket, seq, "abort" if error.code == "shutdown" else "error")
-
-    def _fail_all(self, error: XyliteError) -> None:
-        for ticket in list(self._tickets.values()):
-            for seq in list(ticket.left):
-                try:
-                    self._fail(ticket, seq, error)
-                except Exception:  # noqa: BLE001 - the edge: the others are told all the same
-                    _log.exception("request %s did not end in order", ticket.request.id)
-
-    def _end(self, ticket: Ticket, seq: Sequence, reason: FinishReason) -> None:
-        """A sequence ends, if the scheduler has not ended it; so does its request with the last."""
-        ticket.left.remove(seq)
-        try:
-            if seq.finish is None:
-                self.scheduler.stop(seq, reason)
-        finally:
-            self._note_end(ticket.record, seq, reason)
-            if not ticket.left:
-                self._close(ticket)
-
-    def _note_tokens(self, record: RequestRecord, seq: Sequence, num: int, now: float) -> None:
-        if record.first_token is None:
-            record.first_token = now
-        key = (seq.request.id, seq.index)
-        before = self._last_delivery.get(key)
-        if before is not None:
-            record.itl_s.append(now - before)
-        self._last_delivery[key] = now
-        record.last_token = now
-        record.num_output += num
-        self.tallies.generation_tokens += num
-
-    def _note_end(self, record: RequestRecord, seq: Sequence, reason: FinishReason) -> None:
-        record.worst(reason)
-        record.num_cached += max(seq.num_cached, 0) if seq.index == 0 else 0
-        record.num_preemptions += seq.num_preemptions
-        self._last_delivery.pop((seq.request.id, seq.index), None)
-        try:
-            if self._drafter is not None:
-                self._drafter.forget(seq)
-        except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
-            self._switch_drafting_off()
-
-    def _close(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.request.id]
-        record = ticket.record
-        record.ended = self._clock()
-        self.tallies.finished[record.finish_reason] += 1
-        for observer in self.observers:
-            try:
-                observer.on_finished(record)
-            except Exception:  # noqa: BLE001 - who only looks on must not stop the work
-                _log.exception("an observer of requests failed")
-        if not self._tickets:
-            self._wake.set()
+        self.tickets.fail_all(EngineError(why, code="engine_dead"))
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges now."""

@@ -105,10 +105,10 @@ def on_device(
     """The table with its task lists for one attention kind, where the device reads it."""
     place = device.torch_device
     lists: tuple[TaskLists, ...] = ()
-    if device.tile_classes:
-        classes = device.tile_classes
-        if device.classes_of is not None:
-            classes = device.classes_of(shape.head_dim, kind_of(shape))
+    classes = device.tile_classes
+    if classes and device.classes_of is not None:
+        classes = device.classes_of(shape.head_dim, kind_of(shape))
+    if classes:
         made = task_table.build(
             table,
             num_kv_heads=shape.kv_heads,

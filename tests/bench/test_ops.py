@@ -55,6 +55,13 @@ def test_our_attention_computes_what_the_reference_computes(work):
     assert torch.allclose(attention.own(stand_in("cuda"), work)(), expected(work), atol=1e-4)
 
 
+def test_attention_without_a_kernel_for_these_heads_gets_no_task_lists(work):
+    table = stand_in("cuda")
+    device = dataclasses.replace(table.device, classes_of=lambda *_: ())
+    table = dataclasses.replace(table, device=device, attention=reference.attention)
+    assert attention.stored(table, work)[2].tasks == ()
+
+
 @pytest.mark.parametrize("tiles", range(3))
 def test_the_tutorials_attention_computes_the_same(work, tiles, monkeypatch):
     monkeypatch.setattr(tutorial, "ATTENTION", [tutorial.ATTENTION[tiles]])

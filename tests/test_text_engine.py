@@ -124,7 +124,7 @@ async def test_the_engine_tells_of_its_death():
 
 def num_queued(engine: TextEngine) -> int:
     """Requests in the engine that have not ended."""
-    return len(engine._engine._tickets)
+    return len(engine._engine.tickets)
 
 
 def submitted(engine: TextEngine, prompts):

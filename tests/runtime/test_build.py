@@ -10,8 +10,8 @@ from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
 from xylite.models import layers, weights
-from xylite.runtime import build as building
 from xylite.runtime.build import build
+from xylite.runtime.trial_runs import TrialRuns
 
 
 def parts(path, **settings):
@@ -139,7 +139,7 @@ def test_more_kv_than_the_machine_can_hold_is_refused_by_name(tmp_path, name, va
 def test_budgets_follow_the_device_where_they_are_not_set(
     budget, target, made, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(building, "_measured_pace", lambda *_: lambda s: int(s * 1e4) // 16 * 16)
+    monkeypatch.setattr(TrialRuns, "_pace", lambda _: lambda s: int(s * 1e4) // 16 * 16)
     built = parts(tmp_path, max_num_batched_tokens=budget, target_itl_ms=target)
     assert (built.scheduler.budget, built.scheduler.mixed_budget) == made[:2]
     assert (built.config.max_num_batched_tokens, built.config.target_itl_ms) == (made[0], made[2])

@@ -101,7 +101,7 @@ WRONG_KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_KINDS, ids=str)
+@pytest.mark.parametrize(("name", "value"), WRONG_KINDS)
 def test_values_of_another_kind_are_refused_by_name(name, value):
     """Callers in the same process, too: what is no number fails here and not on the device."""
     params = SamplingParams(**{"max_tokens": 4, name: value})

@@ -5,15 +5,11 @@ Every "auto" of EngineConfig is filled here, once, and said in the log.
 
 import dataclasses
 import logging
-import sys
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 import msgspec
 import torch
-from tqdm import tqdm
 
 from xylite import models, ops
 from xylite.checkpoint import Checkpoint
@@ -26,17 +22,12 @@ from xylite.runtime import speculation, task_table
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
-from xylite.runtime.request import Limits, Request, SamplingParams, make_request
+from xylite.runtime.request import Limits
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import TaskTable, TokenTable
 from xylite.runtime.token_table import Tabulator, TaskBuilder
+from xylite.runtime.trial_runs import TrialRuns
 
-TARGET_STEP_S = 0.1
-TARGET_ITL_MS = 40.0
-# Of target_itl_ms: the rest goes to what decodes need besides their tokens (logits, long KV) and to
-# the event loop, where it shares the cores.
-MIXED_SHARE = 0.65
-MIN_BUDGET, MAX_BUDGET = 64, 8192
 MAX_CPU_KV_BYTES = 4 * 2**30
 MIN_QUEUE = 64
 
@@ -118,8 +109,9 @@ def build(
         max_n=config.max_n,
         max_logprobs=config.max_logprobs,
     )
-    _warm_up(executor, tabulator, limits, block_size)
-    budget, mixed_budget, target_itl_ms = _budgets(config, executor, tabulator, limits, block_size)
+    trial = TrialRuns(executor, tabulator, limits, block_size)
+    trial.warm_up()
+    budget, mixed_budget, target_itl_ms = trial.budgets(config)
     queued = config.max_num_queued_reqs
     resolved = msgspec.structs.replace(
         config,
@@ -364,88 +356,3 @@ def _task_builder(
         )
 
     return tasks
-
-
-def _budgets(
-    config: EngineConfig,
-    executor: Executor,
-    tabulator: Tabulator,
-    limits: Limits,
-    block_size: int,
-) -> tuple[int, int | None, float]:
-    """(budget, mixed_budget) of the scheduler and target_itl_ms: as set, or as measured."""
-    budget, target_ms = config.max_num_batched_tokens, config.target_itl_ms
-    if target_ms is None:
-        target_ms = TARGET_ITL_MS if budget is None else 0.0
-    mixed = None
-    if budget is None or target_ms:
-        tokens_in = _measured_pace(executor, tabulator, limits, block_size)
-        budget = budget or tokens_in(TARGET_STEP_S)
-        mixed = tokens_in(MIXED_SHARE * target_ms / 1000) if target_ms else None
-    return budget, mixed, target_ms
-
-
-def _measured_pace(
-    executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int
-) -> Callable[[float], int]:
-    """Gives the tokens that the device computes in some seconds, from prefills of two lengths."""
-    longest = min(256, limits.max_kv_tokens, limits.max_model_len)
-    if longest < MIN_BUDGET:
-        return lambda seconds: MIN_BUDGET
-    short, long = longest // 4, longest
-    measured = {
-        n: _prefill_seconds(executor, tabulator, limits, block_size, n) for n in (short, long)
-    }
-    per_token = max((measured[long] - measured[short]) / (long - short), 1e-7)
-    fixed = max(measured[short] - short * per_token, 0.0)
-
-    def tokens_in(seconds: float) -> int:
-        budget = min(max(int((seconds - fixed) / per_token), MIN_BUDGET), MAX_BUDGET)
-        return budget // 16 * 16
-
-    return tokens_in
-
-
-def _warm_up(executor: Executor, tabulator: Tabulator, limits: Limits, block_size: int) -> None:
-    """A first pass of each size that the device compiles or records something for."""
-    longest = min(limits.max_kv_tokens, limits.max_model_len)
-    sizes = [n for n in executor.ops.warm_up if n <= longest]
-    for n in tqdm(sizes, "warming up", disable=None if sizes else True, file=sys.stderr):
-        _prefill_seconds(executor, tabulator, limits, block_size, n, attempts=1)
-
-
-def _prefill_seconds(
-    executor: Executor,
-    tabulator: Tabulator,
-    limits: Limits,
-    block_size: int,
-    n: int,
-    attempts: int = 4,
-) -> float:
-    """Fastest of some prefills of n tokens, on blocks that are cleared afterwards."""
-    blocks = -(-n // block_size)
-    best = float("inf")
-    for attempt in range(attempts):
-        scheduler = Scheduler(
-            KVBlocks(blocks, block_size, reuse=False), budget=n, max_num_seqs=1, max_queued=0
-        )
-        scheduler.add(_warm_up_request([1 + i % 97 for i in range(n)], limits), 0.0)
-        plan = scheduler.plan(0.0)
-        assert plan is not None
-        step = tabulator.build(plan)
-        start = time.perf_counter()
-        executor.run(step)
-        executor.ops.device.synchronize()
-        if attempt:  # the first one also pays for what is set up on first use
-            best = min(best, time.perf_counter() - start)
-    used = torch.arange(blocks, dtype=torch.int32, device=executor.ops.device.torch_device)
-    executor.kv = executor.ops.zero_blocks(executor.kv, used)
-    return best
-
-
-def _warm_up_request(prompt: Ids[int], limits: Limits) -> Request:
-    ids = [i % limits.vocab_size for i in prompt]
-    params = SamplingParams(max_tokens=0, temperature=0.0)
-    return make_request(
-        "warm-up", ids, params, limits=limits, end_tokens=frozenset(), default_seed=0
-    )

@@ -1,0 +1,103 @@
+"""Iterations before the first request: what is set up on first use is set up by them, and they show
+how many tokens the device computes in a given time."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from xylite.config import EngineConfig
+from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.executor import Executor
+from xylite.runtime.request import Limits, Request, SamplingParams, make_request
+from xylite.runtime.scheduler import Scheduler
+from xylite.runtime.token_table import Tabulator
+
+TARGET_STEP_S = 0.1
+TARGET_ITL_MS = 40.0
+# Of target_itl_ms: the rest goes to what decodes need besides their tokens (logits, long KV) and to
+# the event loop, where it shares the cores.
+MIXED_SHARE = 0.65
+MIN_BUDGET, MAX_BUDGET = 64, 8192
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrialRuns:
+    """Prefills of nobody's prompts, on an engine's parts while it has no requests."""
+
+    executor: Executor
+    tabulator: Tabulator
+    limits: Limits
+    block_size: int
+
+    def warm_up(self) -> None:
+        """A first pass of each size that the device compiles or records something for."""
+        longest = min(self.limits.max_kv_tokens, self.limits.max_model_len)
+        sizes = [n for n in self.executor.ops.warm_up if n <= longest]
+        for n in tqdm(sizes, "warming up", disable=None if sizes else True, file=sys.stderr):
+            self._seconds(n, attempts=1)
+
+    def budgets(self, config: EngineConfig) -> tuple[int, int | None, float]:
+        """(budget, mixed_budget) of the scheduler and target_itl_ms: as set, or as measured."""
+        budget, target_ms = config.max_num_batched_tokens, config.target_itl_ms
+        if target_ms is None:
+            target_ms = TARGET_ITL_MS if budget is None else 0.0
+        mixed = None
+        if budget is None or target_ms:
+            tokens_in = self._pace()
+            budget = budget or tokens_in(TARGET_STEP_S)
+            mixed = tokens_in(MIXED_SHARE * target_ms / 1000) if target_ms else None
+        return budget, mixed, target_ms
+
+    def _pace(self) -> Callable[[float], int]:
+        """Gives the tokens that the device computes in some seconds, from prefills of two
+        lengths."""
+        longest = min(256, self.limits.max_kv_tokens, self.limits.max_model_len)
+        if longest < MIN_BUDGET:
+            return lambda seconds: MIN_BUDGET
+        short, long = longest // 4, longest
+        measured = {n: self._seconds(n) for n in (short, long)}
+        per_token = max((measured[long] - measured[short]) / (long - short), 1e-7)
+        fixed = max(measured[short] - short * per_token, 0.0)
+
+        def tokens_in(seconds: float) -> int:
+            budget = min(max(int((seconds - fixed) / per_token), MIN_BUDGET), MAX_BUDGET)
+            return budget // 16 * 16
+
+        return tokens_in
+
+    def _seconds(self, n: int, attempts: int = 4) -> float:
+        """Fastest of some prefills of n tokens, on blocks that are cleared afterwards."""
+        executor = self.executor
+        blocks = -(-n // self.block_size)
+        best = float("inf")
+        for attempt in range(attempts):
+            scheduler = Scheduler(
+                KVBlocks(blocks, self.block_size, reuse=False),
+                budget=n,
+                max_num_seqs=1,
+                max_queued=0,
+            )
+            scheduler.add(self._request(n), 0.0)
+            plan = scheduler.plan(0.0)
+            assert plan is not None
+            step = self.tabulator.build(plan)
+            start = time.perf_counter()
+            executor.run(step)
+            executor.ops.device.synchronize()
+            if attempt:  # the first one also pays for what is set up on first use
+                best = min(best, time.perf_counter() - start)
+        used = torch.arange(blocks, dtype=torch.int32, device=executor.ops.device.torch_device)
+        executor.kv = executor.ops.zero_blocks(executor.kv, used)
+        return best
+
+    def _request(self, n: int) -> Request:
+        """A prompt of n tokens."""
+        ids = [(1 + i % 97) % self.limits.vocab_size for i in range(n)]
+        params = SamplingParams(max_tokens=0, temperature=0.0)
+        return make_request(
+            "warm-up", ids, params, limits=self.limits, end_tokens=frozenset(), default_seed=0
+        )

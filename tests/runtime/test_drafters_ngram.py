@@ -20,6 +20,7 @@ def sequence(prompt, output=(), index=0, name="r", n=1):
 
 
 def draft(drafter, seq, n=4):
+    drafter.begin_iteration()
     expected = drafter.expects(seq)
     (made,) = drafter.propose([(seq, n)])
     assert (made is not None) == (expected > 0)
@@ -106,6 +107,22 @@ def test_a_long_prompt_is_indexed_in_pieces(monkeypatch):
         seq.tokens += [1, 2] if i % 2 else [2, 1, 2]
     assert found[:2] == [None, None]
     assert found[2] is not None
+
+
+def test_all_sequences_of_an_iteration_share_one_limit_of_growth(monkeypatch):
+    monkeypatch.setattr(ngram, "MAX_GROWTH", 100)
+    drafter = make()
+    prompt = list(range(45)) * 2
+    texts = [sequence(prompt, name=f"r{i}") for i in range(4)]
+    found = []
+    for _ in range(5):
+        drafter.begin_iteration()
+        found.append(sum(drafter.expects(s) > 0 for s in texts))
+        grown = sum(t.index.under.end - 2 + t.index.end - 90 for t in drafter._tracks.values())
+        assert grown <= 100 * len(found)
+        for seq in texts:
+            seq.tokens.append(len(seq.tokens) % 45)
+    assert found == [1, 2, 3, 4, 4]
 
 
 def test_sequences_of_one_request_share_the_prompts_index_and_leave_nothing():

@@ -32,6 +32,7 @@ def sequence(prompt, output=(), name="r", index=0, salt="", n=1):
 
 
 def draft(drafter, seq, n=8):
+    drafter.begin_iteration()
     if not drafter.expects(seq):
         return None
     (made,) = drafter.propose([(seq, n)])
@@ -213,7 +214,7 @@ def test_memory_is_bounded_whatever_is_learnt(monkeypatch):
     for i in range(60):
         seq = sequence([50], [(i * 7 + k) % 61 for k in range(20)], name=f"a{i}", salt=f"{i % 9}")
         end(drafter, seq)
-        drafter.expects(sequence([1], name="other"))
+        drafter.begin_iteration()
         assert sum(r.num_tokens for r in drafter._recent.values()) <= 200 + 20
         assert all(len(r.generations) <= 2 for r in drafter._recent.values())
     assert not drafter._ended
@@ -223,10 +224,10 @@ def test_the_number_of_requests_learnt_from_is_bounded():
     drafter = make(max_cached_requests=4)
     for i in range(4):
         end(drafter, sequence([50], [i, 10 + i, 20 + i, 30 + i], name=f"a{i}"))
-    drafter.expects(sequence([1], name="other"))
+    drafter.begin_iteration()
     assert draft(drafter, sequence([51], [0, 10, 20], name="b")).tokens == (30,)
     end(drafter, sequence([50], [5, 6, 7, 8], name="last"))
-    drafter.expects(sequence([1], name="other2"))
+    drafter.begin_iteration()
     assert draft(drafter, sequence([51], [0, 10, 20], name="c")) is None
 
 
@@ -253,3 +254,63 @@ def test_a_long_prompt_is_learnt_in_pieces_and_shared(growth, monkeypatch):
     drafter.forget(one)
     drafter.forget(two)
     assert not drafter._prompts and not drafter._tracks
+
+
+def test_all_sequences_of_an_iteration_share_one_limit_of_growth(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_GROWTH", 100)
+    drafter = make()
+    texts = [sequence(list(range(45)) * 2, name=f"r{i}") for i in range(4)]
+    found = []
+    for _ in range(5):
+        drafter.begin_iteration()
+        found.append(sum(drafter.expects(s) > 0 for s in texts))
+        learnt = sum(p.automaton.num_tokens for p in drafter._prompts.values())
+        assert learnt <= 100 * len(found)
+        for seq in texts:
+            seq.tokens.append(len(seq.tokens) % 45)
+    assert found == [1, 2, 3, 4, 4]
+
+
+def test_an_output_that_ran_undrafted_is_learnt_within_the_limit(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_GROWTH", 100)
+    drafter = make()
+    seq = sequence([50], list(range(45)) * 4)
+    assert [draft(drafter, seq) is None for _ in range(3)] == [True, False, False]
+
+
+def test_the_prompts_of_all_that_run_are_bounded_together(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_PROMPTS_TOKENS", 100)
+    drafter = make()
+    texts = [sequence([*range(30), 0, 1, 2], name=f"r{i}") for i in range(5)]
+    drafts = [draft(drafter, s) for s in texts]
+    assert [d is not None for d in drafts] == [True, True, True, False, False]
+    assert sum(p.automaton.num_tokens for p in drafter._prompts.values()) == 100
+    for seq in texts:
+        seq.finish = "error"
+        drafter.forget(seq)
+    assert draft(drafter, sequence([*range(30), 0, 1, 2], name="later")) is not None
+
+
+def test_an_output_learnt_in_pieces_is_one_output():
+    drafter = make(max_cached_requests=10)
+    output = list(range(100, 1100))
+    end(drafter, sequence([50], output, name="a"))
+    for _ in range(4):
+        drafter.begin_iteration()
+    assert not drafter._ended
+    (recent,) = drafter._recent.values()
+    assert (recent.num_requests, recent.num_tokens) == (1, 1000)
+    for cut in (255, 256, 511, 512):
+        made = draft(drafter, sequence([51], output[cut - 3 : cut], name=f"b{cut}"), 1)
+        assert made.tokens == (output[cut],)
+
+
+def test_the_size_of_what_is_learnt_is_kept_right(monkeypatch):
+    monkeypatch.setattr(suffix, "GENERATION_TOKENS", 50)
+    monkeypatch.setattr(suffix, "MAX_RECENT_TOKENS", 200)
+    drafter = make()
+    for i in range(60):
+        tokens = [(i * 7 + k) % 61 for k in range(20)]
+        end(drafter, sequence([50], tokens, name=f"a{i}", salt=f"{i * i % 9}"))
+        drafter.begin_iteration()
+        assert drafter._recent_size == sum(r.num_tokens for r in drafter._recent.values())

@@ -30,6 +30,9 @@ class Always:
         self.on_device = on_device
         self.num_calls = 0
 
+    def begin_iteration(self):
+        pass
+
     def expects(self, seq):
         return self.most
 

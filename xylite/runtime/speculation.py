@@ -267,6 +267,7 @@ class Speculation:
         seconds  the device took for it
         gap      the device waited before it, because it could not be planned ahead
         """
+        self._proposer.begin_iteration()
         if all(c.num - c.num_draft == 1 for c in plan.chunks):
             self._costs.add(plan.num_tokens, seconds)
         self._after_plain = not plan.has_drafts

@@ -36,10 +36,15 @@ class Proposer(Protocol):
     """What `make` returns.
 
     on_device  `propose` computes on the device: it is called on the device thread. Everything else
-               is called on the event loop and returns within microseconds.
+               is called on the event loop: all calls of one iteration together may learn for a few
+               milliseconds.
     """
 
     on_device: bool
+
+    def begin_iteration(self) -> None:
+        """Another iteration was committed: what was put off may be learnt, within limits."""
+        ...
 
     def expects(self, seq: Sequence) -> int:
         """How many tokens it could propose for the sequence as it is; 0: nothing."""

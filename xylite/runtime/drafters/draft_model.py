@@ -106,6 +106,9 @@ class DraftModel:
         self._admitted: list[Sequence] = []
         self._ended: list[Sequence] = []
 
+    def begin_iteration(self) -> None:
+        """Nothing is learnt on the event loop."""
+
     def expects(self, seq: Sequence) -> int:
         return max(0, min(self._num_tokens, self._parts.max_len - len(seq.tokens)))
 

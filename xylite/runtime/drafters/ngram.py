@@ -9,7 +9,7 @@ from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
 
 MAX_CANDIDATES = 16  # earlier occurrences compared, latest first
-MAX_GROWTH = 8192  # tokens indexed in one call: about 3 ms of the event loop
+MAX_GROWTH = 8192  # tokens indexed in one iteration: about 3 ms of the event loop
 
 
 class Index:
@@ -100,6 +100,10 @@ class Ngram:
         self._max = lookup_max
         self._tracks: dict[Sequence, _Track] = {}
         self._prompts: dict[str, tuple[Index, set[int]]] = {}
+        self._growth_left = MAX_GROWTH
+
+    def begin_iteration(self) -> None:
+        self._growth_left = MAX_GROWTH
 
     def expects(self, seq: Sequence) -> int:
         return self._num_tokens if self._look(seq).place >= 0 else 0
@@ -132,12 +136,16 @@ class Ngram:
             track.place, track.matched = -1, 0
             prompt = track.index.under
             assert prompt is not None
-            if prompt.end < seq.num_prompt:
-                prompt.grow(seq.tokens, min(prompt.end + MAX_GROWTH, seq.num_prompt))
-            if prompt.end >= seq.num_prompt:
-                track.index.grow(seq.tokens, length)
+            if self._grow(prompt, seq, seq.num_prompt) and self._grow(track.index, seq, length):
                 track.place, track.matched = track.index.find(seq.tokens, self._max)
         return track
+
+    def _grow(self, index: Index, seq: Sequence, end: int) -> bool:
+        """Index the places below `end`, as far as this iteration's limit goes; whether all are."""
+        num = min(max(end - index.end, 0), self._growth_left)
+        index.grow(seq.tokens, index.end + num)
+        self._growth_left -= num
+        return index.end >= end
 
     def _new(self, seq: Sequence) -> _Track:
         prompt, users = self._prompts.setdefault(seq.request.id, (Index(self._min), set()))

@@ -16,9 +16,10 @@ from xylite.runtime.sequence import Sequence
 
 MIN_MATCH = 1  # shortest end of the text that is continued
 MAX_BRANCHES = 3  # continuations considered after one token
-MAX_GROWTH = 2048  # tokens that automata learn in one call: about 5 ms of the event loop
+MAX_GROWTH = 2048  # tokens that automata learn in one iteration: about 5 ms of the event loop
 MAX_ENDED_GROWTH = 256  # the same for ended outputs, which are learnt between other work
 MAX_PROMPT_TOKENS = 2**15  # of a longer prompt only the end is learnt: 16 MB
+MAX_PROMPTS_TOKENS = 2**18  # of all running prompts; of those that come then, nothing is learnt
 GENERATION_TOKENS = 2**15  # recent outputs of one salt: one or two generations, 0.5 KB a token
 MAX_RECENT_TOKENS = 2**17  # of all salts together
 SEED_TOKENS = 32  # of the text's end, to find where it is in a new generation
@@ -145,12 +146,13 @@ def grow_draft(automaton: Automaton, state: int, num_tokens: int, min_prob: floa
 class _Prompt:
     """The automaton of a request's prompt, shared by its sequences; it learns piece by piece."""
 
-    __slots__ = ("automaton", "end", "last", "users")
+    __slots__ = ("automaton", "end", "last", "size", "users")
 
-    def __init__(self, num_prompt: int) -> None:
+    def __init__(self, num_prompt: int, most: int) -> None:
         self.automaton = Automaton()
         self.last = 0
-        self.end = max(0, num_prompt - MAX_PROMPT_TOKENS)
+        self.size = min(num_prompt, most)  # tokens of its end that are learnt
+        self.end = num_prompt - self.size
         self.users: set[int] = set()
 
     def learn(self, tokens: list[int], end: int) -> None:
@@ -172,15 +174,27 @@ class _Recent:
     def num_tokens(self) -> int:
         return sum(g.num_tokens for g in self.generations)
 
-    def learn(self, tokens: list[int], max_requests: int) -> None:
+    def begin(self, max_requests: int) -> Automaton:
+        """The automaton for one more output."""
         full = self.generations[0].num_tokens >= GENERATION_TOKENS
         if full or 2 * self.num_requests >= max_requests:
             self.generations = [Automaton(), self.generations[0]]
             self.num_requests = 0
-        last = 0
-        for token in tokens:
-            last = self.generations[0].learn(last, token)
         self.num_requests += 1
+        return self.generations[0]
+
+
+class _Ended:
+    """An output that is being learnt."""
+
+    __slots__ = ("automaton", "last", "place", "salt", "tokens")
+
+    def __init__(self, salt: str, tokens: list[int]):
+        self.salt = salt
+        self.tokens = tokens
+        self.automaton: Automaton | None = None  # that of its beginning
+        self.last = 0
+        self.place = 0
 
 
 class _Follower:
@@ -226,10 +240,16 @@ class Suffix:
         self._tracks: dict[Sequence, _Track] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._recent: OrderedDict[str, _Recent] = OrderedDict()
-        self._ended: deque[tuple[str, list[int]]] = deque()
+        self._ended: deque[_Ended] = deque()
+        self._prompts_size = 0
+        self._recent_size = 0
+        self._growth_left = MAX_GROWTH
+
+    def begin_iteration(self) -> None:
+        self._growth_left = MAX_GROWTH
+        self._learn_ended()
 
     def expects(self, seq: Sequence) -> int:
-        self._learn_ended()
         best = self._best(seq)
         return 0 if best is None else self._most(best[2])
 
@@ -256,9 +276,12 @@ class Suffix:
         track = self._tracks.get(seq)
         if track is None:
             track = self._tracks[seq] = _Track()
-            if seq.request.id not in self._prompts:
-                self._prompts[seq.request.id] = _Prompt(seq.num_prompt)
-            self._prompts[seq.request.id].users.add(seq.index)
+            prompt = self._prompts.get(seq.request.id)
+            if prompt is None:
+                most = min(MAX_PROMPT_TOKENS, MAX_PROMPTS_TOKENS - self._prompts_size)
+                prompt = self._prompts[seq.request.id] = _Prompt(seq.num_prompt, most)
+                self._prompts_size += prompt.size
+            prompt.users.add(seq.index)
         if track.length != len(seq.tokens):
             track.best = self._look(seq, track)
         return track.best
@@ -266,7 +289,9 @@ class Suffix:
     def _look(self, seq: Sequence, track: _Track) -> tuple[Automaton, int, int] | None:
         prompt = self._prompts[seq.request.id]
         if prompt.end < seq.num_prompt:
-            prompt.learn(seq.tokens, min(prompt.end + MAX_GROWTH, seq.num_prompt))
+            num = min(self._growth_left, seq.num_prompt - prompt.end)
+            self._growth_left -= num
+            prompt.learn(seq.tokens, prompt.end + num)
             if prompt.end < seq.num_prompt:
                 return None
         if track.prompt is None:
@@ -274,12 +299,15 @@ class Suffix:
             start = max(known.link[prompt.last], 0)
             track.prompt = _Follower(known, start, known.length[start])
             track.length = seq.num_prompt
-        new = seq.tokens[track.length :]
-        track.length = len(seq.tokens)
+        new = seq.tokens[track.length : track.length + self._growth_left]
+        track.length += len(new)
+        self._growth_left -= len(new)
         for token in new:
             track.last = track.output.learn(track.last, token)
         track.prompt.follow(new)
         self._follow_recent(seq, track, new)
+        if track.length < len(seq.tokens):
+            return None
         own = max(track.output.link[track.last], 0)
         found = [
             (track.output, own, track.output.length[own]),
@@ -309,19 +337,23 @@ class Suffix:
         """Learn from ended sequences, some tokens at a time."""
         left = MAX_ENDED_GROWTH
         while self._ended and left > 0:
-            salt, tokens = self._ended.popleft()
-            if len(tokens) > left:
-                self._ended.appendleft((salt, tokens[left:]))
-                tokens = tokens[:left]
-            left -= len(tokens)
-            recent = self._recent.setdefault(salt, _Recent())
-            self._recent.move_to_end(salt)
-            recent.learn(tokens, self._options.max_cached_requests)
-            while (
-                len(self._recent) > 1
-                and sum(r.num_tokens for r in self._recent.values()) > MAX_RECENT_TOKENS
-            ):
-                self._recent.popitem(last=False)
+            ended = self._ended[0]
+            recent = self._recent.setdefault(ended.salt, _Recent())
+            self._recent.move_to_end(ended.salt)
+            before = recent.num_tokens
+            if ended.automaton is None:
+                ended.automaton = recent.begin(self._options.max_cached_requests)
+            new = ended.tokens[ended.place : ended.place + left]
+            for token in new:
+                ended.last = ended.automaton.learn(ended.last, token)
+            ended.place += len(new)
+            left -= len(new)
+            self._recent_size += recent.num_tokens - before
+            while len(self._recent) > 1 and self._recent_size > MAX_RECENT_TOKENS:
+                _, oldest = self._recent.popitem(last=False)
+                self._recent_size -= oldest.num_tokens
+            if ended.place == len(ended.tokens):
+                self._ended.popleft()
 
     def forget(self, seq: Sequence) -> None:
         if self._tracks.pop(seq, None) is None:
@@ -329,11 +361,12 @@ class Suffix:
         prompt = self._prompts[seq.request.id]
         prompt.users.discard(seq.index)
         if not prompt.users:
+            self._prompts_size -= prompt.size
             del self._prompts[seq.request.id]
         if self._options.max_cached_requests and seq.finish != "error":
             output = seq.tokens[seq.num_prompt :]
             if len(output) > MIN_MATCH:
-                self._ended.append((seq.request.cache_salt, output))
+                self._ended.append(_Ended(seq.request.cache_salt, output))
 
 
 def make(options: DraftOptions) -> Suffix:

@@ -1,11 +1,13 @@
 """What `make_request` lets through fits into the context and the KV pool."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xylite.errors import RequestError
 from xylite.runtime.request import Limits, SamplingParams, check_params, make_request
+from xylite.runtime.sequence import Sequence
 
 
 def accepted(num_prompt, max_tokens, max_kv_tokens=100, **params):
@@ -169,3 +171,40 @@ def test_numbers_of_numpy_are_numbers():
         "stop_token_ids": (np.int32(4),),
     }
     assert accepted(3, np.int64(4), **params) == 4
+
+
+@pytest.mark.parametrize(("min_tokens", "num_banned"), [(0, 50), (1, 48)])
+def test_a_request_that_could_choose_no_token_is_refused(min_tokens, num_banned):
+    def made(num):
+        return make_request(
+            "r",
+            [1],
+            SamplingParams(
+                max_tokens=4,
+                min_tokens=min_tokens,
+                banned_token_ids=tuple(range(num)),
+                stop_token_ids=(48,),
+            ),
+            limits=Limits(vocab_size=50, max_model_len=20, max_kv_tokens=100),
+            end_tokens=frozenset({49, 50}),
+            default_seed=0,
+        )
+
+    assert made(num_banned - 1)
+    with pytest.raises(RequestError, match="^banned_token_ids leaves no token") as caught:
+        made(num_banned)
+    assert caught.value.param == "banned_token_ids"
+
+
+def test_a_seed_of_numpy_is_a_seed():
+    request = make_request(
+        "r",
+        [1],
+        SamplingParams(max_tokens=4, seed=np.int64(2**62), n=3),
+        limits=Limits(vocab_size=50, max_model_len=20, max_kv_tokens=100),
+        end_tokens=frozenset(),
+        default_seed=0,
+    )
+    seeds = [Sequence(request, i, 0.0).seed for i in range(3)]
+    assert seeds[0] == 2**62
+    assert len({type(s) for s in seeds} | {int}) == 1

@@ -327,18 +327,23 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
             )
 
 
-def _some_token_is_left(params: SamplingParams, end_tokens: frozenset[int]) -> None:
+def _some_token_is_left(
+    params: SamplingParams, end_tokens: frozenset[int], vocab_size: int
+) -> None:
     """RequestError if allowed, banned and minimum leave nothing to choose from."""
-    if params.allowed_token_ids is None:
-        return
-    left = set(params.allowed_token_ids) - set(params.banned_token_ids)
+    excluded = set(params.banned_token_ids)
     if params.min_tokens:
-        left -= end_tokens | set(params.stop_token_ids)
-    if not left:
+        excluded |= end_tokens | set(params.stop_token_ids)
+    allowed, name = params.allowed_token_ids, "allowed_token_ids"
+    if allowed is None:
+        if len(excluded) < vocab_size:
+            return
+        allowed, name = range(vocab_size), "banned_token_ids"
+    if excluded.issuperset(allowed):
         raise RequestError(
-            "allowed_token_ids leaves no token that could be chosen: all are banned, or end the "
-            "answer before min_tokens",
-            param="allowed_token_ids",
+            f"{name} leaves no token that could be chosen: all are banned, or end the answer "
+            "before min_tokens",
+            param=name,
         )
 
 
@@ -391,14 +396,14 @@ def make_request(
             code="context_length_exceeded",
         )
     end: frozenset[int] = frozenset() if params.ignore_eos else end_tokens
-    _some_token_is_left(params, end)
+    _some_token_is_left(params, end, limits.vocab_size)
     return Request(
         id=request_id,
         prompt=tuple(prompt),
         params=params,
         max_tokens=_cut_default(params, room) if asked is None else asked,
         end_tokens=end,
-        seed=default_seed if params.seed is None else params.seed,
+        seed=int(default_seed if params.seed is None else params.seed),
         priority=priority,
         cache_salt=cache_salt,
         constraint=constraint,

@@ -8,7 +8,7 @@ Other engines read this form, so that they compute with the same weights.
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,23 @@ def write_directory(path: Path) -> Path:
     assert checkpoint.gguf_metadata is not None and checkpoint.chat_template is not None
     from_gguf(checkpoint.gguf_metadata).save(str(path / "tokenizer.json"))
     for file, content in {
-        "config.json": {**checkpoint.config, "torch_dtype": "bfloat16"},
+        "config.json": _config(checkpoint.config),
         "generation_config.json": checkpoint.generation_config,
         "tokenizer_config.json": checkpoint.tokenizer_config,
     }.items():
         (path / file).write_text(json.dumps(dict(content), default=_plain))
     (path / "chat_template.jinja").write_text(checkpoint.chat_template)
     return path
+
+
+def _config(gguf: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as config.json has them: a share of head_dim turns by position."""
+    config = {**gguf, "torch_dtype": "bfloat16"}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    turning = config.pop("rope_dimension_count", head_dim)
+    if turning != head_dim:
+        config["partial_rotary_factor"] = turning / head_dim
+    return config
 
 
 def _plain(value: Any) -> Any:

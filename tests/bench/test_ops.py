@@ -277,7 +277,6 @@ def test_a_plot_that_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch):
 def test_a_plot_has_a_curve_for_each_weight_and_the_same_figures_give_the_same_file(
     tmp_path: Path, names: tuple[str, ...]
 ):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "ops.svg"
     assert report.plot(drawn_from(*names), path) == f"plot: {path}"
     first = path.read_text()

@@ -27,9 +27,7 @@ class Engines:
     """The two engines with a loop of their own; settings are the engine's that drafts."""
 
     def __init__(self, start: child.Start):
-        settings: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
-        if start.threads:
-            settings["num_threads"] = start.threads
+        settings: dict[str, Any] = {"num_threads": start.threads} if start.threads else {}
         settings |= {"model": start.model, "enable_prefix_caching": False} | start.settings
         self._loop = asyncio.new_event_loop()
         plain: dict[str, Any] = settings | {"speculative_config": None}

@@ -76,8 +76,13 @@ VARIANTS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
+# A batch decodes from its first iteration on only if that holds all prompts, as vLLM's does.
+WHOLE_CASE: Final[Mapping[str, Any]] = {"max_num_batched_tokens": 8192}
+
+
 def xylite(variant: str, model: Path, threads: int) -> Engine:
-    """A variant of xylite: settings as users have them, but for lengths and KV memory."""
+    """A variant of xylite: settings as users have them, but for lengths and KV memory, and offline
+    for WHOLE_CASE."""
     precision, settings = VARIANTS[variant]
     common = {
         "max_model_len": MAX_LEN,
@@ -94,7 +99,7 @@ def xylite(variant: str, model: Path, threads: int) -> Engine:
         precision=precision,
         is_ours=True,
         child=(sys.executable, "-m", "bench.compare.child_xylite"),
-        settings=common | dict(settings),
+        settings=common | WHOLE_CASE | dict(settings),
         server=server,
         lacking=missing_format(variant),
     )
@@ -113,7 +118,10 @@ def drafting(plain: Engine, config: Mapping[str, Any]) -> Engine:
         is_ours=True,
         baseline=plain.name,
         child=(sys.executable, "-m", "bench.compare.child_speculation"),
-        settings={**plain.settings, "speculative_config": dict(config)},
+        settings={
+            **{k: v for k, v in plain.settings.items() if k not in WHOLE_CASE},
+            "speculative_config": dict(config),
+        },
         lacking=plain.lacking,
     )
 

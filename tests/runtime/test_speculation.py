@@ -406,3 +406,24 @@ def test_settings_reach_the_drafter():
         max_cached_requests=9,
         max_spec_factor=4.0,
     )
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 1.5), (32, 0.4)])
+async def test_the_larger_a_batch_without_drafts_the_seldomer_it_is_looked_at(batch, most):
+    class Counting(Always):
+        num_looks = 0
+
+        def expects(self, seq):
+            self.num_looks += 1
+            return 0
+
+    proposer = Counting()
+    world = World(batch, memory_bound, 0.0, proposer)
+    await world.run(100)
+    proposer.num_looks = 0
+    await world.run(100)
+    assert 0.15 * 100 * batch < proposer.num_looks <= most * 100 * batch
+    proposer.expects = lambda seq: 8  # the texts have become such that there are drafts
+    world.chance = 0.9
+    await world.run(6)
+    assert proposer.num_calls > 0

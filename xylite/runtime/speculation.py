@@ -26,6 +26,12 @@ MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up 
 BEYOND = 0.5  # cost of a token beyond the sizes measured, of that of the last ones measured
 MIN_GAIN = 1.05  # expected speed-up below which drafting is left alone
 
+# To look for drafts takes time that grows with the batch. Where so many looks in a row found none
+# that pays, only one of 1 + batch // REST_BATCH iterations, at most of MOST_REST, looks again.
+VAIN_LOOKS = 16
+REST_BATCH = 8
+MOST_REST = 4
+
 ONSET_RATE = 0.1
 YIELD_MEMORY = 0.995
 YIELD_PRIOR = 20.0
@@ -144,6 +150,8 @@ class Speculation:
         self._onset = 0.0  # how often an iteration without drafts leads to one with drafts
         self._after_plain = False
         self._worth = 0.0  # of the lengths last chosen: iterations saved, at most one
+        self._vain_looks = 0  # in a row
+        self._rest = 0  # iterations until the next look
         self._costs = StepCosts()
         self._forget_draft_costs()
         self._outcome = [YIELD_PRIOR, YIELD_PRIOR]  # draft tokens accepted, and expected to be
@@ -160,11 +168,18 @@ class Speculation:
     def is_active(self) -> bool:
         """Drafting would pay now, as far as the tokens known so far tell, or is likely to after the
         token that is being computed."""
+        if self._rest:
+            self._rest -= 1
+            return False
         live = [s for s in self._live if s.row >= 0]
         drafts = any(self._lengths(live))
         self._note_onset()
         if drafts:
+            self._vain_looks = 0
             return True
+        self._vain_looks += 1
+        if self._vain_looks > VAIN_LOOKS:
+            self._rest = min(len(live) // REST_BATCH, MOST_REST)
         # A draft that is missed is an iteration more for one sequence.
         if not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
             return False

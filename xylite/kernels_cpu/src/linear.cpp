@@ -74,7 +74,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
         Ahead ahead{here + STREAM_AHEAD, step_bytes, 64};
         if (tiles > 1) {
           const int64_t advance = (step_bytes + tiles - 1) / tiles;
-          ahead = {here + n * step_bytes + t * n * advance, advance, 64};
+          ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
         }
         for (int j = 0; j < PANEL; j += COLS)
           TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,

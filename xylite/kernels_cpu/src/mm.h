@@ -50,6 +50,7 @@ struct Ahead {
   const void* from;
   ptrdiff_t advance;  // bytes per step
   ptrdiff_t upper;
+  bool is_near = true;  // into the first cache; else the second, for what is needed much later
 };
 
 // lda, ldb in elements; b's row s starts at b + s * ldb; steps counts rows of b.
@@ -71,8 +72,13 @@ static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* 
   for (ptrdiff_t s = 0; s < steps; s++) {
 #pragma GCC unroll 4
     for (int j = 0; j < NV / 2; j++) {
-      prefetch(soon + 64 * j);
-      prefetch(soon + ahead.upper + 64 * j);
+      if (ahead.is_near) {
+        prefetch(soon + 64 * j);
+        prefetch(soon + ahead.upper + 64 * j);
+      } else {
+        __builtin_prefetch(soon + 64 * j, 0, 2);
+        __builtin_prefetch(soon + ahead.upper + 64 * j, 0, 2);
+      }
     }
     soon += ahead.advance;
     if constexpr (std::is_same<T, F32>::value || std::is_same<T, F16>::value) {

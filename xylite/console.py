@@ -21,8 +21,8 @@ def settle_streams() -> None:
         stream: Any = getattr(sys, name)
         if stream is None:
             _to_null(number)
-            # Not closed with the object: the number stays taken for the process's life.
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - stays open
+            setattr(sys, name, stream)
         elif name == "stdout":
             stream.reconfigure(errors="replace")
         elif name == "stdin":

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from bench.ops.shapes import SHAPES, Shape
 from xylite import models
 from xylite import ops as tables
 from xylite.models import layers, weights
-from xylite.ops import Ops
+from xylite.ops import Batch, Ops
 
 Clock = Callable[[], float]
 STEPS: Final = {
@@ -67,19 +68,19 @@ def measure(
     size, place = ops.device.block_size, ops.device.torch_device
     most = max(sum(-(-c.kv_len // size) for c in chunks) for chunks in STEPS.values())
     kv = layers.make_kv(spec, most, size, dtype=dtype, device=place)
+
+    def run(batch: Batch, last: torch.Tensor, with_ops: Ops) -> None:
+        hidden, _ = family.forward(params, kv, batch, spec, with_ops)
+        family.logits(params, hidden[last], spec, with_ops).argmax(-1)
+        with_ops.device.synchronize()
+
     results: dict[str, dict[str, Any]] = {}
     for name, chunks in STEPS.items():
         table = batches.token_table(chunks, size, np.random.default_rng(0))
         batch = batches.on_device(table, shape, ops.device, size)
-        last = torch.from_numpy(table.logit_rows).long().to(place)
-
-        def step(with_ops: Ops) -> None:
-            hidden, _ = family.forward(params, kv, batch, spec, with_ops)  # noqa: B023 - run at once
-            family.logits(params, hidden[last], spec, with_ops).argmax(-1)  # noqa: B023 - run at once
-            with_ops.device.synchronize()
-
+        step = partial(run, batch, torch.from_numpy(table.logit_rows).long().to(place))
         with torch.inference_mode():
-            seconds = _least(lambda: step(ops), budget_s, clock)
+            seconds = _least(partial(step, ops), budget_s, clock)
             parts: dict[str, float] = {}
             for _ in range(5):
                 spent: dict[str, float] = {}

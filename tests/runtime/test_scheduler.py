@@ -1,37 +1,10 @@
 """The scheduling rules, one by one, with the toy model."""
 
-import pytest
-
 from tests.runtime.driver import Driver
-from tests.toy import expected_tokens, toy_request
-from xylite.errors import Overloaded, RequestError
-from xylite.runtime.request import Draft, SamplingParams
-from xylite.runtime.scheduler import AGEING_S, NO_PASSING_S
-
-
-def ask(driver, name, prompt, max_tokens=4, *, priority=0, cache_salt="", **params):
-    request = toy_request(
-        name,
-        prompt,
-        SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **params),
-        priority=priority,
-        cache_salt=cache_salt,
-    )
-    driver.add(request)
-    return request
-
-
-def chunks(plan):
-    return [(c.seq.request.id, c.start, c.num) for c in plan.chunks]
-
-
-def step(driver, *, ahead=False):
-    """Plan one iteration, run it and commit it."""
-    plan, made = driver.plan(ahead=ahead)
-    for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
-        driver.events[seq.request.id, seq.index].append(event)
-    driver.check()
-    return plan
+from tests.runtime.steps import ask, chunks, step
+from tests.toy import expected_tokens
+from xylite.runtime.request import Draft
+from xylite.runtime.scheduler import AGEING_S
 
 
 def test_long_prompt_is_cut_into_chunks_of_whole_blocks():
@@ -146,160 +119,6 @@ def test_request_with_higher_priority_goes_first_and_waiting_raises_priority():
     assert chunks(step(driver)) == [("waits", 0, 4)]
 
 
-def test_prompts_that_arrive_together_compute_their_common_beginning_once():
-    driver = Driver(budget=64, block_size=4)
-    stem = list(range(20))
-    requests = [ask(driver, f"r{i}", [*stem, 40 + i]) for i in range(3)]
-    plan = step(driver)
-    assert chunks(plan) == [("r0", 0, 21), ("r1", 20, 1), ("r2", 20, 1)]
-    driver.run()
-    for r in requests:
-        assert driver.tokens(r.id) == expected_tokens(r)
-
-
-def test_chunked_prompts_with_a_common_beginning_do_not_compute_it_twice():
-    driver = Driver(budget=8, block_size=4, max_num_seqs=4)
-    stem = list(range(32))
-    requests = [ask(driver, f"r{i}", [*stem, 40 + i], 1) for i in range(4)]
-    driver.run()
-    computed = sum(p.num_tokens for p in driver.plans)
-    assert computed <= len(stem) + 4 * 4
-    for r in requests:
-        assert driver.tokens(r.id) == expected_tokens(r)
-
-
-def test_sequence_that_leaves_the_tree_inside_a_block_copies_the_rows_it_shares():
-    driver = Driver(block_size=8)
-    ask(driver, "first", [*range(16), 1, 2, 3, 4, 5, 6, 7, 8], 1)
-    driver.run()
-    second = ask(driver, "second", [*range(16), 1, 2, 3, 9, 9, 9], 3)
-    plan = step(driver)
-    assert [c.num for c in plan.copies] == [3]
-    assert chunks(plan) == [("second", 19, 3)]
-    driver.run()
-    assert driver.tokens("second") == expected_tokens(second)
-    assert driver.events["second", 0][-1].num_cached == 19
-
-
-def test_part_filled_last_block_of_a_finished_sequence_is_reused():
-    driver = Driver(block_size=8)
-    first = ask(driver, "first", [5, 6, 7], 3)
-    driver.run()
-    told = [5, 6, 7, *expected_tokens(first)]
-    second = ask(driver, "second", [*told, 9], 3)
-    plan = step(driver)
-    assert chunks(plan) == [("second", 5, 2)]  # the last token's KV was never computed
-    driver.run()
-    assert driver.tokens("second") == expected_tokens(second)
-
-
-def test_prompt_that_is_wholly_cached_computes_its_last_token():
-    for length in range(1, 20):
-        driver = Driver(block_size=4)
-        ask(driver, "first", list(range(length)))
-        driver.run()
-        second = ask(driver, "second", list(range(length)))
-        assert chunks(step(driver)) == [("second", length - 1, 1)]
-        driver.run()
-        assert driver.tokens("second") == expected_tokens(second)
-
-
-def test_salts_do_not_share_and_leave_nothing_behind():
-    driver = Driver(block_size=4, num_blocks=16)
-    ask(driver, "one", [1] * 12, cache_salt="tenant 1")
-    driver.run()
-    ask(driver, "two", [1] * 12, cache_salt="tenant 2")
-    assert chunks(step(driver)) == [("two", 0, 12)]
-    driver.run()
-    for i in range(50):
-        ask(driver, f"s{i}", [2] * 12, 1, cache_salt=f"salt {i}")
-        driver.run()
-    assert len(driver.blocks._roots) <= 16
-    driver.blocks.clear()
-    assert not driver.blocks._roots
-
-
-def test_reuse_can_be_switched_off():
-    driver = Driver(block_size=4, reuse=False)
-    for name in ("one", "two"):
-        ask(driver, name, [1] * 12)
-        assert chunks(step(driver)) == [(name, 0, 12)]
-        driver.run()
-    assert driver.blocks.num_cached == 0
-
-
-def test_least_recently_used_beginnings_are_evicted_first():
-    driver = Driver(block_size=4, num_blocks=8)
-    for name, token in (("a", 1), ("b", 2)):
-        ask(driver, name, [token] * 12, 1)
-        driver.run()
-    ask(driver, "a again", [1] * 12, 1)
-    driver.run()
-    ask(driver, "big", [3] * 17, 1)
-    driver.run()
-    ask(driver, "a once more", [1] * 12, 1)
-    assert chunks(step(driver)) == [("a once more", 11, 1)]
-
-
-def test_preempted_sequence_returns_first_and_says_the_same():
-    driver = Driver(num_blocks=12, block_size=4, budget=16, max_num_seqs=4, reuse=False)
-    requests = [
-        ask(driver, f"r{i}", [i + 1] * 8, 20, seed=i, presence_penalty=1.0) for i in range(4)
-    ]
-    order = []
-    driver.run(on_step=lambda n: order.append([s.request.id for s in driver.scheduler.waiting]))
-    assert driver.scheduler.counters.num_preemptions > 0
-    for r in requests:
-        assert driver.tokens(r.id) == expected_tokens(r)
-    ends = [
-        next(
-            i
-            for i, p in reversed(list(enumerate(driver.plans)))
-            if any(c.seq.request.id == r.id for c in p.chunks)
-        )
-        for r in requests
-    ]
-    assert ends == sorted(ends), "the first to come are the first to end"
-
-
-def test_two_half_computed_prompts_that_fill_the_pool_do_not_wait_for_each_other():
-    driver = Driver(num_blocks=8, block_size=4, budget=8, max_num_seqs=2, reuse=False)
-    first = ask(driver, "first", [1] * 16, 16)
-    step(driver)
-    second = ask(driver, "second", [2] * 8, 20)
-    driver.run()
-    for r in (first, second):
-        assert driver.tokens(r.id) == expected_tokens(r)
-
-
-def test_small_request_passes_one_that_waits_for_memory_but_not_for_ever():
-    driver = Driver(num_blocks=10, block_size=4, budget=16, max_num_seqs=4, reuse=False)
-    ask(driver, "runs", [1] * 8, 20)
-    step(driver)
-    ask(driver, "big", [2] * 30, 8)
-    ask(driver, "small", [3] * 3, 1)
-    assert ("small", 0, 3) in chunks(step(driver))
-    driver.now += NO_PASSING_S + 1
-    ask(driver, "late", [4] * 3, 1)
-    assert all(c[0] != "late" for c in chunks(step(driver)))
-    driver.run()
-    assert driver.finish("big") == driver.finish("late") == "length"
-
-
-def test_prompt_that_is_scored_waits_for_room_for_all_of_it_as_it_shares_no_blocks():
-    driver = Driver(num_blocks=36, block_size=1, budget=64)
-    beginning = list(range(16))
-    ask(driver, "first", [*beginning, 20], 8)
-    step(driver)
-    scored = ask(driver, "scored", [*beginning, 1, 2, 3, 4], prompt_logprobs=0)
-    assert chunks(step(driver)) == [("first", 17, 1)]
-    shared = ask(driver, "shared", [*beginning, 1, 2, 3, 4])
-    assert chunks(step(driver)) == [("first", 18, 1), ("shared", 16, 4)]
-    driver.run()
-    assert driver.tokens("scored") == driver.tokens("shared") == expected_tokens(scored)
-    assert expected_tokens(scored) == expected_tokens(shared)
-
-
 def test_iteration_planned_ahead_leaves_out_sequences_known_to_end():
     driver = Driver()
     ask(driver, "ends", [1, 2], 1)
@@ -308,39 +127,6 @@ def test_iteration_planned_ahead_leaves_out_sequences_known_to_end():
     plan, made = driver.plan(ahead=True)
     assert chunks(plan) == [("goes on", 2, 1)]
     assert made.table.carry.tolist() == [1]
-
-
-def test_planning_ahead_without_blocks_waits_and_takes_its_plan_back():
-    driver = Driver(num_blocks=9, block_size=2, budget=8, max_num_seqs=2, reuse=False)
-    requests = [ask(driver, name, [i + 1] * 3, 9) for i, name in enumerate("ab")]
-    flight = driver.plan()
-    while True:
-        before = [(s.num_planned, s.num_pending) for s in driver.scheduler.running]
-        ahead = driver.plan(ahead=True)
-        if ahead is None:
-            break
-        plan, made = flight
-        for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
-            driver.events[seq.request.id, seq.index].append(event)
-        flight = ahead
-    assert driver.blocks.num_free == 0, "one of the two found the last block"
-    assert [(s.num_planned, s.num_pending) for s in driver.scheduler.running] == before
-    plan, made = flight
-    for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
-        driver.events[seq.request.id, seq.index].append(event)
-    driver.run()
-    assert driver.scheduler.counters.num_preemptions == 1
-    for r in requests:
-        assert driver.tokens(r.id) == expected_tokens(r)
-
-
-def test_request_that_is_too_many_for_the_queue_is_refused_whole():
-    driver = Driver(max_num_seqs=2, max_queued=1)
-    ask(driver, "a", [1], n=2)
-    with pytest.raises(Overloaded, match="needs 2"):
-        ask(driver, "b", [2], n=2)
-    ask(driver, "c", [3])
-    assert driver.scheduler.num_unfinished == 3
 
 
 def test_drafts_shrink_before_decodes_are_left_out():
@@ -392,25 +178,6 @@ def test_zero_tokens_score_the_prompt_and_end():
     assert [e and e.token for e in event.prompt_logprobs] == [None, 2, 3, 4, 5, 6]
 
 
-def test_failed_iteration_removes_what_it_promised_and_requeues_those_who_built_on_it():
-    driver = Driver(budget=8, block_size=4)
-    driver.executor.raise_at = {0}
-    ask(driver, "fails", list(range(9)))
-    plan, made = driver.plan()
-    later = ask(driver, "later", [*range(9), 50])
-    ahead = driver.plan(ahead=True)
-    assert any(c.seq.request.id == "later" and c.start >= 8 for c in ahead[0].chunks)
-    with pytest.raises(RuntimeError):
-        driver.executor.run(made)
-    outcomes = driver.scheduler.fail(plan, RuntimeError("x"), ahead[0])
-    assert [s.request.id for s, _ in outcomes] == ["fails"]
-    driver.executor.run(ahead[1])
-    driver.check()
-    assert driver.blocks.num_cached == 0
-    driver.run()
-    assert driver.tokens("later") == expected_tokens(later)
-
-
 def test_decode_and_prefill_take_turns_where_there_is_room_for_one_token():
     driver = Driver(budget=1, max_num_seqs=2)
     ask(driver, "talks", [1], 60)
@@ -420,20 +187,6 @@ def test_decode_and_prefill_take_turns_where_there_is_room_for_one_token():
     for _ in range(6):
         step(driver)
     assert driver.tokens("comes"), "the prompt waits for the end of the other's answer"
-
-
-def test_values_that_are_not_finite_stay_out_of_the_tree_if_their_client_has_left():
-    driver = Driver()
-    driver.executor.corrupt = {(0, 0)}
-    ask(driver, "bad", [1] * 12)
-    plan, made = driver.plan()
-    driver.scheduler.stop(plan.chunks[0].seq, "abort")
-    assert driver.scheduler.commit(plan, driver.executor.run(made)) == []
-    driver.check()
-    again = ask(driver, "again", [1] * 12)
-    driver.run()
-    assert driver.tokens("again") == expected_tokens(again)
-    assert driver.scheduler.counters.corrupted == 0
 
 
 def test_sequence_that_starts_over_and_is_stopped_at_once_is_gone():
@@ -450,32 +203,3 @@ def test_sequence_that_starts_over_and_is_stopped_at_once_is_gone():
     driver.check()
     assert driver.scheduler.num_unfinished == 0
     assert driver.blocks.num_free == driver.blocks.num_blocks
-
-
-def test_block_of_an_iteration_in_flight_is_no_source_of_a_copy():
-    driver = Driver(block_size=8)
-    ask(driver, "first", [1] * 8 + [2] * 8, 4)
-    driver.plan()
-    ask(driver, "second", [1] * 8 + [2] * 3 + [4] * 3, 4)
-    plan, _ = driver.plan(ahead=True)
-    assert not plan.copies
-
-
-def test_tokens_found_again_after_starting_over_are_not_counted_as_cached():
-    driver = Driver(block_size=4, budget=64)
-    ask(driver, "first", list(range(20)), 3)
-    plan, made = driver.plan()
-    driver.executor.raise_at = {1}
-    driver.scheduler.commit(plan, driver.executor.run(made))
-    other = ask(driver, "other", [50] * 20, 3)
-    driver.run()
-    assert driver.finish("first") == driver.finish("other") == "length"
-    assert driver.tokens("other") == expected_tokens(other)
-    assert all(s.num_cached < s.num_prompt for s in driver.sequences.values())
-    assert driver.scheduler.counters.prefix_hits == 0
-
-
-def test_request_that_can_never_fit_is_the_clients_mistake():
-    driver = Driver(max_num_seqs=2, max_queued=1)
-    with pytest.raises(RequestError, match="at most 3"):
-        ask(driver, "a", [1], n=4)

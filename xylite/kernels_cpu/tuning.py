@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -188,7 +189,7 @@ def better_blocks(kernels: Kernels, kind: int) -> Blocks | None:
         least = dict.fromkeys(tried, float("inf"))
         for _ in range(6):
             for t in tried:
-                least[t] = min(least[t], _time(lambda: kernels.linear(kind, *args, *t)))  # noqa: B023 - run at once
+                least[t] = min(least[t], _time(partial(kernels.linear, kind, *args, *t)))
             if time.perf_counter() > end:
                 return None
         total = {t: total[t] + least[t] for t in tried}

@@ -106,6 +106,36 @@ def test_without_a_folder_to_write_to_the_library_is_built_for_this_process(
     assert f"built anew at every start: {tmp_path / 'cache'}" in caplog.text
 
 
+def test_a_folder_that_may_not_be_searched_is_as_good_as_none(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def may_not(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", may_not)
+    with build.best_library(tmp_path / "cache") as (_, path):
+        assert path.parent != tmp_path / "cache"
+        assert ctypes.CDLL(str(path)).answer() == 42
+
+
+def test_what_is_no_fault_of_the_set_is_not_tried_with_the_others(
+    sources: Path, tmp_path: Path, old_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def too_slow(isa: str, folder: Path) -> Path:
+        tried.append(isa)
+        raise build.BuildError("c++ took more than 120 s")
+
+    monkeypatch.setattr(build, "build", too_slow)
+    with (
+        pytest.raises(build.BuildError, match="took more than"),
+        build.best_library(tmp_path / "cache"),
+    ):
+        pass
+    assert tried == ["avx512bf16"]
+
+
 def test_starts_at_the_same_time_do_not_disturb_each_other(sources: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(3) as pool:
@@ -140,12 +170,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from xylite.kernels_cpu.library import Kernels
+from xylite.kernels_cpu.library import Kernels, ThreadsError
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), used + (200 << 20)))
 try:
     Kernels(Path(sys.argv[1]), threads=500)
-except OSError as e:
+except ThreadsError as e:
     print(e)
 assert len(list(Path("/proc/self/task").iterdir())) == 1
 """

@@ -228,6 +228,8 @@ def test_groups_that_the_kernels_have_no_room_for_are_refused(ops: Ops) -> None:
     leaf = packer(ops).pack_quantized([Quantized(*parts(32, 512, form)[:3], form)])
     with pytest.raises(AssertionError, match="lacks that kind of weight"):
         ops.linear(torch.ones(1, 512), leaf)
+    with pytest.raises(AssertionError, match="lacks that kind of weight"):
+        ops.embed(leaf, torch.tensor([3]).int())
 
 
 def test_experts_are_quantised_one_after_the_other(ops: Ops) -> None:

@@ -16,7 +16,7 @@ import torch
 from xylite.kernels_triton import smooth_gemm, tiles
 from xylite.kernels_triton.device import Services
 from xylite.ops import Ops
-from xylite.ops.parts.triton_table import assemble
+from xylite.ops.shared.triton_table import assemble
 
 assert type(smooth_gemm.smooth_gemm).__name__ == "InterpretedFunction", (
     "kernels were imported before the interpreter was chosen"

@@ -18,7 +18,7 @@ from xylite.kernels_triton.tiles import FLOAT, HALF, INTERPRETER, TileTable, for
 from xylite.kernels_triton.tuner import Choice, TileTuner
 from xylite.kernels_triton.weights import pack, quantise_int4, quantise_int8
 from xylite.ops import Product
-from xylite.ops.parts.triton_table import assemble
+from xylite.ops.shared.triton_table import assemble
 
 BUCKET = (17, 64)
 CPU = torch.device("cpu")

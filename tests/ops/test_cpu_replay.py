@@ -187,6 +187,18 @@ def test_a_recording_keeps_no_more_memory_than_a_few_layers_need() -> None:
     assert len(buffers._all) == 2
 
 
+def test_recordings_of_long_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_BYTES", 100_000)
+    mine = Passes(make(names()[0]), torch.float32)
+    plain = Passes(plainly(make(names()[0])), torch.float32)
+    for cuts in SCHEDULES:
+        assert torch.equal(mine.logits(cuts), plain.logits(cuts))
+    (passes,) = mine.ops.replayed._passes.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+    held = [r.nbytes for r in passes.recorded.values()]
+    assert 1 <= len(held) < len({n for cuts in SCHEDULES for n in cuts})
+    assert sum(held) <= 100_000 or len(held) == 1
+
+
 @pytest.mark.parametrize("isa", names())
 def test_rows_that_are_not_finite_are_found(isa: str) -> None:
     ops = make(isa)

@@ -15,6 +15,7 @@ from tests.kernels_cpu.tables import Chunk, batch_of, make, names, tasks_of, tok
 from xylite import models, tree
 from xylite.errors import ConfigError
 from xylite.kernels_cpu import build
+from xylite.kernels_cpu.library import ThreadsError
 from xylite.models import layers, weights
 from xylite.ops import Batch, DenseKV, KVCache, Ops, cpu, reference
 from xylite.runtime.step import TokenTable
@@ -160,7 +161,7 @@ def test_too_many_threads_are_refused_by_the_setting_s_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(path: Path, threads: int) -> None:
-        raise OSError(f"the system does not give {threads} threads to the CPU kernels")
+        raise ThreadsError(f"the system does not give {threads} threads to the CPU kernels")
 
     monkeypatch.setattr(cpu, "Kernels", fail)
     with pytest.raises(ConfigError, match=r"does not give \d+ threads .* num_threads") as e:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from xylite.ops import SampleBatch, SamplerState
-from xylite.ops.parts.sampling import logprobs, sample, verify
+from xylite.ops.shared.sampling import logprobs, sample, verify
 
 V = 50
 NUCLEUS = ((3, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (10, 0.8, 0.05), (1, 0.5, 0))

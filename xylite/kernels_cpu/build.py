@@ -55,6 +55,10 @@ class FolderError(BuildError):
     """A folder that cannot be read or written."""
 
 
+class Refused(BuildError):
+    """The compiler does not take the sources with an instruction set's flags."""
+
+
 def instruction_sets() -> list[str]:
     """What this machine runs, best first; "generic" is always the last."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -88,7 +92,11 @@ def library_name(isa: str) -> str:
 def library(isa: str, cache: Path) -> Path:
     """The library for `isa`, built in `cache` if need be; BuildError if it cannot be."""
     path = cache / library_name(isa)
-    return path if path.is_file() else build(isa, cache)
+    try:
+        is_there = path.is_file()
+    except OSError as e:
+        raise FolderError(f"{cache}: {e}") from e
+    return path if is_there else build(isa, cache)
 
 
 @contextlib.contextmanager
@@ -97,14 +105,14 @@ def best_library(cache: Path) -> Iterator[tuple[str, Path]]:
 
     cache    where the library is, or is built. If it cannot be written, the library lies in a
              private folder that is gone after the block: load it inside
-    raises   BuildError: no set can be built
+    raises   BuildError: no set can be built, or a fault that no other set would mend
     """
-    failures: list[BuildError] = []
+    failures: list[Refused] = []
     for isa in instruction_sets():
         with contextlib.ExitStack() as stack:
             try:
                 path = _built_somewhere(isa, cache, stack)
-            except BuildError as e:
+            except Refused as e:
                 failures.append(e)
                 continue
             if failures:
@@ -167,4 +175,4 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired as e:
         raise BuildError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from e
     if done.returncode:
-        raise BuildError(f"{command[0]} failed: {done.stdout[-2000:]}")
+        raise Refused(f"{command[0]} failed: {done.stdout[-2000:]}")

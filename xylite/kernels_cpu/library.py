@@ -37,7 +37,7 @@ _STRUCTS: Final = {
 _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
     "xl_pack": (I32, P, I64, I64, I32, P),
     "xl_quant_pack": (I32, I64, I32, P, P, P, I64, I64, I32, P),
-    "xl_quant_from": (I32, P, I64, I64, I32, P),
+    "xl_quant_from": (I32, P, I64, I64, I64, I32, P),
     "xl_move_slots": (P, P, I32, P, P, I64, I64, I64, I64),
     "xl_gated_act": (P, I32, I32, P, I32, I64, I64),
     "xl_argmax": (P, I64, I64, I64, P),
@@ -56,7 +56,7 @@ class Kernels:
 
     threads  worker 0 is the caller, so one thread starts none
     spin_us  how long an idle worker looks for work before it sleeps
-    raises   LoadError; OSError if the system does not give that many threads
+    raises   LoadError; ThreadsError if the system does not give that many threads
     """
 
     def __init__(self, path: Path, *, threads: int, spin_us: int = 50):
@@ -71,7 +71,7 @@ class Kernels:
         stop.argtypes, stop.restype = (P,), None
         pool = start(threads, spin_us)
         if not pool:
-            raise OSError(f"the system does not give {threads} threads to the CPU kernels")
+            raise ThreadsError(f"the system does not give {threads} threads to the CPU kernels")
         self.threads = threads
         self._finalizer = weakref.finalize(self, stop, pool)
         self._pool = pool
@@ -194,6 +194,10 @@ def _plain(
 
 class LoadError(Exception):
     """The library is there, but the system does not load it; the message says why."""
+
+
+class ThreadsError(Exception):
+    """The system gives no more threads."""
 
 
 class Foreign(Exception):

@@ -143,7 +143,7 @@ class Packer:
         for i, part in enumerate(parts):
             part = part.contiguous()
             to = data.data_ptr() + i * each
-            self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), n, k, gated, to)
+            self.kernels.quant_from(TYPES[w.dtype], part.data_ptr(), INT8.group, n, k, gated, to)
         return PackedQuant(data, n, k, gated, INT8, w.shape[0] if w.ndim == 3 else 0)
 
     def quantize_int4(self, w: Tensor, gated: bool = False) -> PackedQuant:

@@ -29,6 +29,7 @@ MAX_TOKENS: Final = 64  # beyond, products take so long that calls hardly count
 # Where every sequence has one token, batches of the same size come again and again, and the event
 # loop has most to do meanwhile.
 MAX_DECODES: Final = 256
+MAX_BYTES: Final = 64 * 2**20  # of one owner's recordings; the oldest go first
 ALIGNMENT: Final = 64
 LEAST_ROOM: Final = 128  # blocks of a sequence, tasks, merges
 
@@ -107,6 +108,11 @@ class _Replayed:
     hidden: Tensor
     keeps: tuple[Any, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays; those of long sequences are most of what a recording takes."""
+        return sum(a.nbytes for a in self.arrays)
+
     def fill(self, leaves: list[Tensor]) -> bool:
         """Copy a batch into the arrays; False if one does not fit."""
         for array, leaf in zip(self.arrays, leaves, strict=True):
@@ -130,6 +136,13 @@ class _Passes:
     cache: tuple[Any, ...]
     recorded: dict[int, _Replayed]
     foreign: bool = False
+
+    def forget_oldest(self) -> None:
+        """Keep no more than MAX_BYTES, and the newest whatever it takes."""
+        left = sum(r.nbytes for r in self.recorded.values())
+        while left > MAX_BYTES and len(self.recorded) > 1:
+            oldest = next(iter(self.recorded))
+            left -= self.recorded.pop(oldest).nbytes
 
 
 class Replays:
@@ -170,6 +183,7 @@ class Replays:
         found = passes.recorded.get(tokens)
         if found is None or not found.fill(leaves):
             try:
+                passes.recorded.pop(tokens, None)
                 found = passes.recorded[tokens] = self._record(forward, kv, batch)
             except Foreign as e:
                 _log.info("forward passes are not replayed: %s is none of the kernels", e)
@@ -178,6 +192,7 @@ class Replays:
                 return forward(kv, batch)
             fits = found.fill(leaves)
             assert fits
+            passes.forget_oldest()
         found.calls.replay()
         return found.hidden, kv
 

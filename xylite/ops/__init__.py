@@ -138,11 +138,11 @@ class Linear(Protocol):
         act: Activation | None = None,
         cap: float = 0.0,
     ) -> Tensor:
-        """x @ w.T + bias, then one of the epilogues.
+        """x @ w.T + bias, then act, cap and residual, in this order.
 
         x         [T, K]
         w         weight leaf of [N, K] as `pack_linear` made it
-        residual  [T, N], added to the result
+        residual  of the result's shape, added to it
         act       w holds gate rows then up rows: the result is act(gate) * up, [T, N / 2]
         cap       c * tanh(y / c); 0 = off
         """

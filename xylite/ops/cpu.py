@@ -32,6 +32,7 @@ from xylite.kernels_cpu.library import (
     K_F32,
     Kernels,
     LoadError,
+    ThreadsError,
 )
 from xylite.kernels_cpu.packed import (
     TYPES,
@@ -324,7 +325,7 @@ def table(index: int) -> Ops:
     except (build.BuildError, LoadError) as e:
         log.warning("CPU kernels are not there, torch is used instead (slower): %s", e)
         return dataclasses.replace(reference.TABLE, name="cpu")
-    except OSError as e:
+    except ThreadsError as e:
         raise ConfigError(f"{e}; set num_threads to fewer", param="num_threads") from None
     tuned_path = cache / f"{path.stem}.json"
     measured = tuning.at_start(kernels, tuned_path, has_dot=isa in HAS_DOT)

@@ -11,7 +11,7 @@ from xylite.errors import ConfigError
 from xylite.kernels_triton import tuned
 from xylite.kernels_triton.device import Services, clash, version
 from xylite.ops import Ops
-from xylite.ops.parts.triton_table import assemble, seconds_by_events
+from xylite.ops.shared.triton_table import assemble, seconds_by_events
 
 log = logging.getLogger(__name__)
 

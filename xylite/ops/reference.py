@@ -1,6 +1,6 @@
 """The meaning of every op, in plain torch: any dtype, float64 included, and any shape.
 
-Kernels are compared with this file, and with `ops/parts/sampling.py`, which draws its tokens. It
+Kernels are compared with this file, and with `ops/shared/sampling.py`, which draws its tokens. It
 also serves: on the CPU it is what `ops/cpu.py` replaces piece by piece. Rules that hold for all
 functions:
 
@@ -21,7 +21,7 @@ from xylite import config, tree
 from xylite.errors import ConfigError
 from xylite.host_memory import host_memory
 from xylite.ops import Activation, AttentionKind, Batch, DenseKV, Device, KVCache, Ops
-from xylite.ops.parts.sampling import finite, sample, verify
+from xylite.ops.shared.sampling import finite, sample, verify
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -166,7 +166,7 @@ struct Activations {
   // The list of a block, once its rows [first, end) are quantised.
   void list_columns(int64_t block, int64_t first, int64_t end) {
     listed[block] = 0;
-    if (turned) return;
+    if (turned || std::all_of(count + first, count + end, [](int32_t c) { return !c; })) return;
     int32_t* list = columns + block * k;
     int32_t* place = place_ + block * k;  // of a column in the list
     int32_t n = 0;

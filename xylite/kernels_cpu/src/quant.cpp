@@ -313,10 +313,10 @@ XL_API int xl_quant_pack(Pool* pool, int bits, int64_t group, int zero, const ui
 
 // Weights of a float type to 8 bits, turned and symmetric: scale = largest magnitude / 127, rounded
 // to fp16 before it divides.
-XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t n, int64_t k, int gated,
-                         char* out) {
+XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t group, int64_t n, int64_t k,
+                         int gated, char* out) {
   return guarded(pool, [&] {
-    constexpr int64_t group = TURNED;
+    if (group != TURNED) throw Unsupported();
     const Format f{8, group, false, 128, true};
     const int64_t groups = f.groups(k);
     pool->each(panels_of(n, gated), [&](int64_t panel, int) {
@@ -347,6 +347,15 @@ XL_API int xl_quant_from(Pool* pool, int type, const void* w, int64_t n, int64_t
   });
 }
 
+// A call's format, if it is one that activations.h has room for and shifts by.
+template <class Call>
+static Format format_of(const Call& call) {
+  const int64_t group = call.group;
+  if (group < W || group > MAX_GROUP || (group & (group - 1)) || (call.turned && group != TURNED))
+    throw Unsupported();
+  return Format{int(call.bits), group, call.has_min != 0, int(call.zero), call.turned != 0};
+}
+
 // Rows `ids` of quantised, not gated weights as float32.
 struct QuantGatherCall {
   int64_t bits, group, has_min, zero, turned, w, n, k, ids, count, out;
@@ -359,7 +368,7 @@ XL_API int xl_quant_gather(Pool* pool, const QuantGatherCall* call) {
     const auto* w = static_cast<const char*>(address(call->w));
     const auto* ids = static_cast<const int32_t*>(address(call->ids));
     auto* out = static_cast<float*>(writable(call->out));
-    const Format f{bits, group, has_min != 0, zero, call->turned != 0};
+    const Format f = format_of(*call);
     const int64_t groups = f.groups(k);
     pool->each(count, [&](int64_t t, int) {
       const int64_t id = ids[t] < 0 ? 0 : ids[t] < n ? ids[t] : n - 1, col = id % PANEL;
@@ -371,7 +380,7 @@ XL_API int xl_quant_gather(Pool* pool, const QuantGatherCall* call) {
         const uint16_t* s = reinterpret_cast<const uint16_t*>(block + f.q_bytes());
         const float scale = fp16_to_float(s[col]);
         const float min = has_min ? fp16_to_float(s[PANEL + col]) : 0.0f;
-        float v[256];
+        float v[MAX_GROUP];
         for (int64_t i = 0; i < group; i++) {
           const int q =
               uint8_t(block[f.byte_of(i, col)]) >> f.shift_of(i) & (bits == 8 ? 255 : 15);
@@ -393,12 +402,8 @@ XL_API int xl_quant_linear(Pool* pool, const QuantLinearCall* call) {
   return guarded(pool, [&] {
     const ProductCall& p = call->product;
     if (p.m == 0 || call->n == 0) return;
-    // What activations.h has room for, and shifts by.
-    if (call->group < W || call->group > MAX_GROUP || (call->group & (call->group - 1)))
-      throw Unsupported();
     const Tuning tune{p.block_kib * 1024, p.panel_kib * 1024};
-    const Format f{int(call->bits), call->group, call->has_min != 0, int(call->zero),
-                   call->turned != 0};
+    const Format f = format_of(*call);
     quant_linear(*pool, f, static_cast<const char*>(address(call->w)), call->k, address(p.x),
                  int(p.x_type), p.m, p.epilogue(call->n), panels_of(call->n, p.act != ACT_NONE),
                  tune);

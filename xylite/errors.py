@@ -10,7 +10,12 @@ XyliteError
   Overloaded        503: come back later
   EngineError       500: this request failed for a reason that is not the client's
     DeadlineExceeded  504
+    Closed            503: the engine was closed
 """
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
 
 
 class XyliteError(Exception):
@@ -91,6 +96,13 @@ class EngineError(XyliteError):
     """This request failed inside the engine. Internals go to the log, not into the message."""
 
 
+class Closed(EngineError):
+    """The engine was closed; another server may be in its place."""
+
+    status = 503
+    code = "closed"
+
+
 class DeadlineExceeded(EngineError):
     """The request's time limit passed before its first byte."""
 
@@ -104,3 +116,25 @@ def file_reason(error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "is not UTF-8 text"
     return f"cannot be read: {error.strerror or error}"
+
+
+def check_list(name: str, value: Any, items: str) -> None:
+    """RequestError unless value is a list, a tuple or the like; texts and bytes are none.
+
+    items  what it should hold, in words
+    """
+    # memoryview is a Sequence, too.
+    kinds = (str, bytes, bytearray, memoryview)
+    if issubclass(type(value), kinds) or not issubclass(type(value), Sequence):
+        raise RequestError(f"{name} must be a list of {items}, got {short(value)}", param=name)
+
+
+def short(value: object) -> str:
+    """A value as Python writes it, cut for an error."""
+    cut = reprlib.Repr()
+    cut.maxstring = cut.maxother = cut.maxlong = 60
+    cut.maxlist = cut.maxtuple = cut.maxdict = cut.maxset = cut.maxfrozenset = 20
+    try:
+        return cut.repr(value)[:40]
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(value).__name__}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from xylite.config import EngineConfig
-from xylite.errors import EngineError, Overloaded
-from xylite.runtime.request import FinishReason, SamplingParams, check_list, check_params
+from xylite.errors import Closed, EngineError, Overloaded, RequestError, check_list
+from xylite.runtime.request import FinishReason, SamplingParams, check_params
 from xylite.text_engine import Pending, TextEngine, TextEvent, TextLogprob, TextStream
 
 FULL_S: Final = 0.002  # until a prompt is offered again to an engine that is full
@@ -90,7 +90,7 @@ class LLM:
     def _run(self, work: Any) -> Any:
         if not self._finalizer.alive:
             work.close()
-            raise EngineError("this model was closed", code="closed")
+            raise Closed("this model was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -105,7 +105,7 @@ class LLM:
     ) -> list[list[Completion]]:
         """The answers to each prompt, params.n of them. Prompts are texts or token ids.
 
-        RequestError if an argument is wrong, by its name; no prompt is begun then.
+        RequestError if an argument is wrong, by its name and place; the others are stopped then.
         """
         params = SamplingParams() if params is None else params
         check_params(params, self._engine.limits)
@@ -130,7 +130,17 @@ class LLM:
     async def _generate_all(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams
     ) -> list[list[Completion]]:
-        tasks = [asyncio.ensure_future(self._complete(prompt, params)) for prompt in prompts]
+        async def one(i: int, prompt: str | Sequence[int]) -> list[Completion]:
+            try:
+                return await self._complete(prompt, params)
+            except RequestError as e:
+                if e.param == "prompt" and len(prompts) > 1:
+                    e.param = f"prompts[{i}]"
+                    e.message = f"{e.param}: {e.message}"
+                    e.args = (e.message,)
+                raise
+
+        tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

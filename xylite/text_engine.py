@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from xylite.checkpoint import Checkpoint, open_checkpoint
 from xylite.config import EngineConfig, checked, speculative
-from xylite.errors import ConfigError, EngineError, Overloaded, RequestError, file_reason
+from xylite.errors import Closed, ConfigError, Overloaded, RequestError, file_reason, short
 from xylite.runtime.engine import Engine
 from xylite.runtime.request import (
     Limits,
@@ -22,7 +22,6 @@ from xylite.runtime.request import (
     check_params,
     check_token_ids,
     make_request,
-    short,
 )
 from xylite.runtime.stats import Observer
 from xylite.runtime.turnstile import Turnstile
@@ -50,8 +49,7 @@ class TextEngine:
             async for event in engine.generate("Once upon a time", SamplingParams(max_tokens=20)):
                 print(event.text, end="")
 
-    Its methods raise Overloaded (code "loading") before it has started and EngineError (code
-    "closed") after it was closed.
+    Its methods raise Overloaded (code "loading") before it has started and Closed after its end.
 
     config            as resolved at start
     model_names       names clients may use; the first is the main one
@@ -118,9 +116,9 @@ class TextEngine:
             async_scheduling=self.config.async_scheduling,
             watchdog_s=self.config.watchdog_timeout,
             drafter=parts.drafter,
+            observers=self.observers,
+            dead=self.dead,
         )
-        self._engine.tickets.observers = self.observers
-        self._engine.dead = self.dead
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -188,8 +186,8 @@ class TextEngine:
     def _running(self) -> Engine:
         if self._engine is None:
             raise Overloaded("the model is still loading", code="loading", retry_after_s=5)
-        if not self._threads:
-            raise _closed()
+        if not self._threads or self._engine.state == "closed":
+            raise Closed("the engine was closed")
         return self._engine
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -221,7 +219,8 @@ class TextEngine:
             task = asyncio.current_task()
             if self._threads or (task is not None and task.cancelling()):
                 raise
-            raise _closed() from None  # it waited for a thread when the threads were stopped
+            # It waited for a thread when the threads were stopped.
+            raise Closed("the engine was closed") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; RequestError if one is outside the vocabulary."""
@@ -326,13 +325,6 @@ class TextEngine:
     def snapshot(self) -> Mapping[str, Any]:
         """Counters and gauges now; the names are those of `Engine.snapshot`."""
         return {} if self._engine is None else self._engine.snapshot()
-
-
-def _closed() -> EngineError:
-    """Of every call after the end; 503, as another server may be there."""
-    error = EngineError("the engine was closed", code="closed")
-    error.status = 503
-    return error
 
 
 def _model_name(config: EngineConfig) -> str:

@@ -72,7 +72,9 @@ def llm():
         ([1, "a"], "prompt must hold token ids, got 'a'"),
         (["a", 1], r"prompts\[1\] must be a list of token ids, or a text, got 1"),
         (["a", None], r"prompts\[1\] must be .*, got None"),
-        ([[1], ["a"]], "prompt must hold token ids, got 'a'"),
+        ([[1], ["a"]], r"prompts\[1\]: prompt must hold token ids, got 'a'"),
+        (["a", []], r"prompts\[1\]: the prompt is empty"),
+        pytest.param(10**5000, "prompts must be .*, got a huge int", id="a huge int"),
         ("\ud800", "the text is not valid Unicode"),
     ],
 )

@@ -11,6 +11,7 @@ from xylite.config import EngineConfig
 from xylite.errors import ConfigError
 from xylite.models import layers, weights
 from xylite.runtime.build import build
+from xylite.runtime.token_table import Tabulator
 from xylite.runtime.trial_runs import TrialRuns
 
 
@@ -163,3 +164,11 @@ def test_the_rotary_table_has_the_positions_that_the_cache_holds(tmp_path, monke
     assert result.limits.max_model_len == 192
     assert result.executor.model.params.rope.shape[0] == 192
     assert max(made) == 192
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 0.05, 1e9, float("inf")])
+def test_the_measured_pace_stays_within_the_bounds_of_a_budget(seconds, tmp_path, monkeypatch):
+    built = parts(tmp_path, num_blocks=64)
+    trial = TrialRuns(built.executor, Tabulator(8, 64, 16), built.limits, 16)
+    monkeypatch.setattr(TrialRuns, "_seconds", lambda self, n: n * 1e-4)
+    assert trial._pace()(seconds) == min(max(int(min(seconds, 1e6) * 1e4), 64), 8192) // 16 * 16

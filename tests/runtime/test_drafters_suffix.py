@@ -21,7 +21,8 @@ def learnt(*texts):
 
 
 def make(**options):
-    return suffix.make(DraftOptions(**{"num_tokens": 8, "max_cached_requests": 100} | options))
+    given = {"num_tokens": 8, "max_cached_requests": 100, "max_spec_factor": 1.0}
+    return suffix.make(DraftOptions(**given | {"min_token_prob": 0.1} | options))
 
 
 def sequence(prompt, output=(), name="r", index=0, salt="", n=1):
@@ -314,3 +315,31 @@ def test_the_size_of_what_is_learnt_is_kept_right(monkeypatch):
         end(drafter, sequence([50], tokens, name=f"a{i}", salt=f"{i * i % 9}"))
         drafter.begin_iteration()
         assert drafter._recent_size == sum(r.num_tokens for r in drafter._recent.values())
+
+
+def test_outputs_that_end_faster_than_they_are_learnt_are_passed_over(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_RECENT_TOKENS", 100)
+    drafter = make()
+    for i in range(50):
+        end(drafter, sequence([50], list(range(20)), name=f"a{i}"))
+        assert drafter._ended_size == sum(len(e.tokens) for e in drafter._ended) <= 100
+    drafter.begin_iteration()
+    assert drafter._ended_size == 0 and not drafter._ended
+
+
+def test_a_match_that_is_found_late_is_as_long_as_it_is(monkeypatch):
+    drafter = make()
+    end(drafter, sequence([50], [1, 2, 3, 4, 5, 6, 7], name="a"))
+    seq = sequence([51], [1, 2], name="b")
+    drafter.begin_iteration()
+    assert draft(drafter, seq).tokens == (3, 4)
+    end(drafter, sequence([52], [3, 4, 5, 9], name="c", salt="other"))
+    drafter._recent[""].begin(0)  # a new generation, which nobody follows yet
+    for token in (1, 2, 3, 4, 5, 6):
+        drafter._recent[""].generations[0].learn(0, token)
+    monkeypatch.setattr(suffix, "MAX_GROWTH", 1)
+    seq.tokens += [3, 4]
+    for _ in range(2):
+        drafter.begin_iteration()
+        drafter.expects(seq)
+    assert drafter.match(seq) == 4

@@ -6,7 +6,7 @@ import pytest
 
 from tests.runtime.test_engine import ask, entered, read, toy_engine
 from tests.toy import SumConstraint, expected_tokens, toy_request
-from xylite.errors import EngineError
+from xylite.errors import Closed, EngineError
 from xylite.runtime.event_queue import TokenQueue
 from xylite.runtime.request import SamplingParams
 
@@ -14,10 +14,11 @@ from xylite.runtime.request import SamplingParams
 class Forgetful:
     """A drafter without drafts that only counts whom it has to remember."""
 
-    is_active = False
-
     def __init__(self):
         self.known = set()
+
+    def wants_to_draft(self):
+        return False
 
     def observe(self, plan, seconds, gap_seconds):
         self.known |= {c.seq for c in plan.chunks if c.seq.finish is None}
@@ -132,3 +133,17 @@ async def test_a_constraint_that_fails_ends_its_sequence_and_not_its_siblings(me
                 if event.finish_reason:
                     ends[event.index] = event.finish_reason
         assert ends == {0: "length", 1: "error", 2: "length"}
+
+
+async def test_a_closed_engine_says_that_it_was_closed_and_a_dead_one_that_it_is_dead():
+    async with toy_engine() as (engine, runner):
+        runner.open.clear()
+        ask(engine, "r", [1], max_tokens=5)
+        await entered(runner)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        with pytest.raises(Closed) as caught:
+            engine.require_room(1)
+        assert (caught.value.status, caught.value.code) == (503, "closed")
+        runner.open.set()
+        await closing

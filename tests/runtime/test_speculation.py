@@ -73,7 +73,7 @@ class World:
         return drafts
 
     async def step(self):
-        ahead = self.drafted == 0 and not self.drafter.is_active
+        ahead = self.drafted == 0 and not self.drafter.wants_to_draft()
         before = self.now
         if ahead:
             self.num_ahead += 1
@@ -250,7 +250,7 @@ async def test_no_draft_reaches_beyond_the_last_token():
     seq.draft = None
     seq.request = dataclasses.replace(seq.request, max_tokens=seq.num_output + 1)
     await world.drafter.propose([seq], world.on_device)
-    assert seq.draft is None and not world.drafter.is_active
+    assert seq.draft is None and not world.drafter.wants_to_draft()
 
 
 async def test_a_sequence_that_ends_while_it_is_drafted_for_gets_no_draft():
@@ -274,7 +274,7 @@ async def test_ended_sequences_are_forgotten():
         world.drafter.forget(seq)
     assert not len(world.drafter._chances) and not world.drafter._live
     assert not world.drafter._offered
-    assert not world.drafter.is_active
+    assert not world.drafter.wants_to_draft()
 
 
 def test_costs_between_measured_sizes_are_interpolated_and_beyond_them_rise_by_half_as_much():
@@ -405,6 +405,7 @@ def test_settings_reach_the_drafter():
         lookup_max=16,
         max_cached_requests=9,
         max_spec_factor=4.0,
+        min_token_prob=0.1,
     )
 
 

@@ -86,9 +86,8 @@ class Failing:
         if self.num_calls > 9 and place == self.place:
             raise ValueError("as told")
 
-    @property
-    def is_active(self):
-        self._at("is_active")
+    def wants_to_draft(self):
+        self._at("wants_to_draft")
         return True
 
     async def propose(self, sequences, on_device):
@@ -103,7 +102,7 @@ class Failing:
         self._at("forget")
 
 
-@pytest.mark.parametrize("place", ["is_active", "propose", "observe", "forget"])
+@pytest.mark.parametrize("place", ["wants_to_draft", "propose", "observe", "forget"])
 async def test_a_drafter_that_raises_is_switched_off_and_everything_goes_on(place, caplog):
     drafter = Failing(place)
     with caplog.at_level(logging.ERROR):

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from xylite.errors import EngineError, Overloaded
+from xylite.errors import Closed, EngineError, Overloaded
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
 from xylite.runtime.plan import Plan
 from xylite.runtime.request import Request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.stats import Tallies, snapshot
+from xylite.runtime.stats import Observer, Tallies, snapshot
 from xylite.runtime.step import Step, StepResult
 from xylite.runtime.tickets import Ticket, Tickets
 from xylite.runtime.token_table import Tabulator, fill_masks
@@ -57,6 +57,8 @@ class Engine:
     runner     executes Steps; called on the device thread only
     num_words  int32 words of a mask row
     state      "ready", "draining", "closed" or "dead"
+    observers  told about every ended request
+    dead       set when the state becomes "dead"
     tickets    the requests that have not ended
     """
 
@@ -71,12 +73,14 @@ class Engine:
         async_scheduling: bool = True,
         watchdog_s: float = 300.0,
         drafter: Drafter | None = None,
+        observers: list[Observer] | None = None,
+        dead: asyncio.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
         self.tallies = Tallies()
         self.state = "ready"
-        self.dead = asyncio.Event()
+        self.dead = asyncio.Event() if dead is None else dead
         self._tabulator = tabulator
         self._runner = runner
         self._device_thread = device_thread
@@ -87,7 +91,12 @@ class Engine:
         self._clock = clock
         self._wake = asyncio.Event()
         self.tickets = Tickets(
-            scheduler, self.tallies, forget=self._forget, wake=self._wake.set, clock=clock
+            scheduler,
+            self.tallies,
+            [] if observers is None else observers,
+            forget=self._forget,
+            wake=self._wake.set,
+            clock=clock,
         )
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,6 +112,8 @@ class Engine:
         """Overloaded or EngineError unless a request of n sequences would be taken now."""
         if self.state == "draining":
             raise Overloaded("the server is shutting down", code="draining", retry_after_s=5)
+        if self.state == "closed":
+            raise Closed("the engine was closed")
         if self.state != "ready":
             raise EngineError("the engine has stopped", code="engine_dead")
         try:
@@ -323,7 +334,7 @@ class Engine:
         if self._drafter is None:
             return False
         try:
-            return self._drafter.is_active
+            return self._drafter.wants_to_draft()
         except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
             self._switch_drafting_off()
             return False

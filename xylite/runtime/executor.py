@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xylite.models.spec import ModelSpec
 from xylite.ops import Batch, KVCache, Ops, SampleBatch, SamplerState, TaskLists
-from xylite.ops.parts.sampling import logprobs as logprobs_of
+from xylite.ops.shared.sampling import logprobs as logprobs_of
 from xylite.runtime.step import LogprobRows, SampleTable, StateReset, Step, StepResult
 from xylite.runtime.token_table import uniforms
 

@@ -35,8 +35,7 @@ class Drafter(Protocol):
         those it waited because the iteration could not be planned ahead."""
         ...
 
-    @property
-    def is_active(self) -> bool:
+    def wants_to_draft(self) -> bool:
         """Some sequence may want a draft: the next iteration cannot be planned ahead."""
         ...
 

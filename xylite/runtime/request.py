@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from xylite.errors import RequestError, XyliteError
+from xylite.errors import RequestError, XyliteError, check_list, short
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -209,22 +209,6 @@ def _shown(value: float) -> str:
         return f"{value:g}"
     except OverflowError:  # an integer that no float can be
         return f"an integer of {int(math.log10(abs(value))) + 1} digits"
-
-
-def check_list(name: str, value: Any, items: str) -> None:
-    """RequestError unless value is a list, a tuple or the like; texts and bytes are none.
-
-    items  what it should hold, in words
-    """
-    # memoryview is a Sequence, too.
-    kinds = (str, bytes, bytearray, memoryview)
-    if issubclass(type(value), kinds) or not issubclass(type(value), Sequence):
-        raise RequestError(f"{name} must be a list of {items}, got {short(value)}", param=name)
-
-
-def short(value: object) -> str:
-    """A value as Python writes it, cut for an error."""
-    return repr(value)[:40]
 
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

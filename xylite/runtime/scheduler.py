@@ -160,14 +160,16 @@ class Scheduler(Queues):
         turn = decodes[:share]
         spare = share - len(turn)
         used = 0
-        needed = sum(self._missing(s, s.num_planned + 1) for s in turn)  # blocks without drafts
-        for seq in turn:
-            needed -= self._missing(seq, seq.num_planned + 1)
+        needs = [self._missing(s, s.num_planned + 1) for s in turn]  # blocks without drafts
+        needed = sum(needs)
+        for seq, need in zip(turn, needs, strict=True):
+            needed -= need
             if seq.row < 0:  # preempted for one served before it
                 continue
             draft = self._cut_draft(seq, spare)
             num = 1 + (len(draft) if draft else 0)
-            if self._missing(seq, seq.num_planned + num) > self.blocks.num_free - needed:
+            free = self.blocks.num_free - needed
+            if draft is not None and self._missing(seq, seq.num_planned + num) > free:
                 draft, num = None, 1  # nobody is preempted for the sake of a draft
             while not self._reserve(seq, seq.num_planned + num):
                 if ahead:

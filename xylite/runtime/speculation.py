@@ -164,10 +164,9 @@ class Speculation:
         self._draft_cost = _Mean()  # seconds of drafting per token of depth, on the device
         self._steps_without = 0
 
-    @property
-    def is_active(self) -> bool:
+    def wants_to_draft(self) -> bool:
         """Drafting would pay now, as far as the tokens known so far tell, or is likely to after the
-        token that is being computed."""
+        token that is being computed. To be asked once per iteration."""
         if self._rest:
             self._rest -= 1
             return False

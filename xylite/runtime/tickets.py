@@ -62,12 +62,13 @@ class Tickets:
         self,
         queues: Queues,
         tallies: Tallies,
+        observers: list[Observer],
         *,
         forget: Callable[[Sequence], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
     ):
-        self.observers: list[Observer] = []
+        self.observers = observers
         self._queues = queues
         self._tallies = tallies
         self._forget = forget

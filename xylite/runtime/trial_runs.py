@@ -64,8 +64,8 @@ class TrialRuns:
         fixed = max(measured[short] - short * per_token, 0.0)
 
         def tokens_in(seconds: float) -> int:
-            budget = min(max(int((seconds - fixed) / per_token), MIN_BUDGET), MAX_BUDGET)
-            return budget // 16 * 16
+            budget = min(max((seconds - fixed) / per_token, MIN_BUDGET), MAX_BUDGET)
+            return int(budget) // 16 * 16
 
         return tokens_in
 

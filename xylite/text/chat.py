@@ -11,8 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from xylite.errors import RequestError
-from xylite.runtime.request import check_list, short
+from xylite.errors import RequestError, check_list, short
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
 from xylite.text.written import plain, spans_of, written

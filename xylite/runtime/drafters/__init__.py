@@ -13,7 +13,7 @@ from xylite.runtime.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions:
-    """What drafters can be told; each reads what concerns it.
+    """What drafters can be told; each reads what concerns it, and must be told that.
 
     num_tokens             longest draft, in tokens
     lookup_min, lookup_max ngram: shortest and longest end of the text that is looked up
@@ -24,11 +24,11 @@ class DraftOptions:
     """
 
     num_tokens: int
-    lookup_min: int = 2
-    lookup_max: int = 4
+    lookup_min: int = 0
+    lookup_max: int = 0
     max_cached_requests: int = 0
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
+    max_spec_factor: float = 0.0
+    min_token_prob: float = 0.0
     parts: Any = None
 
 

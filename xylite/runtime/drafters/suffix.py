@@ -243,6 +243,7 @@ class Suffix:
         self._ended: deque[_Ended] = deque()
         self._prompts_size = 0
         self._recent_size = 0
+        self._ended_size = 0  # tokens of ended outputs that are still to be learnt
         self._growth_left = MAX_GROWTH
 
     def begin_iteration(self) -> None:
@@ -328,7 +329,7 @@ class Suffix:
             follower = known.get(id(automaton))
             if follower is None:
                 follower = _Follower(automaton)
-                follower.follow(seq.tokens[-SEED_TOKENS:])
+                follower.follow(seq.tokens[max(track.length - SEED_TOKENS, 0) : track.length])
             else:
                 follower.follow(new)
             track.recent.append(follower)
@@ -348,6 +349,7 @@ class Suffix:
                 ended.last = ended.automaton.learn(ended.last, token)
             ended.place += len(new)
             left -= len(new)
+            self._ended_size -= len(new)
             self._recent_size += recent.num_tokens - before
             while len(self._recent) > 1 and self._recent_size > MAX_RECENT_TOKENS:
                 _, oldest = self._recent.popitem(last=False)
@@ -365,7 +367,9 @@ class Suffix:
             del self._prompts[seq.request.id]
         if self._options.max_cached_requests and seq.finish != "error":
             output = seq.tokens[seq.num_prompt :]
-            if len(output) > MIN_MATCH:
+            # What ends faster than it can be learnt is passed over.
+            if MIN_MATCH < len(output) <= MAX_RECENT_TOKENS - self._ended_size:
+                self._ended_size += len(output)
                 self._ended.append(_Ended(seq.request.cache_salt, output))
 
 

@@ -101,8 +101,8 @@ def divergence(ours: Distribution, theirs: Distribution) -> float:
     return max(found + p * math.log(p / q), 0.0)
 
 
-def compared(ours: Chats, first: Chats) -> dict[str, float | int]:
-    """The figures of one variant against the first one.
+def compared(ours: Chats, first: Chats) -> dict[str, float | int] | None:
+    """The figures of one variant against the first one; None if that said nothing.
 
     divergence  mean over the positions of the first variant's answers
     top1        share of these positions with the same most likely token
@@ -113,6 +113,8 @@ def compared(ours: Chats, first: Chats) -> dict[str, float | int]:
         for a, b in zip(ours.positions, first.positions, strict=True)
         for pair in zip(a, b, strict=True)
     ]
+    if not pairs:
+        return None
     top1 = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs)
     same = sum(a == b for a, b in zip(ours.answers, first.answers, strict=True))
     return {

@@ -225,7 +225,7 @@ def compared(ours: Answers, first: Answers) -> dict[str, Any]:
         "continued_mean": round(statistics.mean(lengths), 1) if lengths else None,
         "continued_whole": round(statistics.mean(whole), 3) if whole else None,
         "answers": len(lengths),
-        "chats": chats.compared(ours.chats, first.chats) if first.chats.answers else None,
+        "chats": chats.compared(ours.chats, first.chats),
     }
 
 
@@ -276,9 +276,9 @@ def markdown(result: Mapping[str, Any]) -> str:
                 f"{whole['ratio'] - 1:+.2%}",
                 f"{whole['top1']:.1%}",
                 f"{found['continued_mean']:g} of {result['new_tokens']} tokens",
-                f"{found['chats']['divergence']:.4f}",
-                f"{found['chats']['same']:.0%}",
             ]
+            if (asked := found["chats"]) is not None:
+                cells += [f"{asked['divergence']:.4f}", f"{asked['same']:.0%}"]
         lines.append("| " + " | ".join(cells) + " |" * (8 - len(cells)))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     cpu = f"{result['machine']['cpu']} ({', '.join(result['machine']['flags'])})"

@@ -356,3 +356,15 @@ def test_a_wrong_key_of_the_speculative_config_lists_the_right_ones():
         speculative({"method": "ngram", "num_tokens": 3})
     with pytest.raises(ConfigError, match=r"no method 'eagle'; known: ngram, suffix, draft_model"):
         speculative({"method": "eagle"})
+
+
+@pytest.mark.parametrize("blank", ["\n", "\n\n", " "])
+def test_blanks_are_a_text_and_no_other_value(blank: str):
+    assert toy("--prompt", blank) == Toy(prompt=blank)
+    assert refusal("--names", blank) == "--names needs a value"
+    assert refusal("--limit", blank) == "--limit needs a value"
+
+
+@pytest.mark.parametrize("words", [("--config", ""), ("--config=",), ("--config", " ")])
+def test_a_config_file_without_a_name_is_a_mistake(words: tuple[str, ...]):
+    assert refusal(*words) == "--config needs a value"

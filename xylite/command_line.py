@@ -108,6 +108,8 @@ def _take_apart(command: Command, known: Mapping[str, Setting], argv: Sequence[s
             return line
         if spelled == "--config":
             line.config_file = value if equals else _value(words, spelled)
+            if not line.config_file.strip():
+                raise ConfigError("--config needs a value")
             continue
         setting, keys, append, negated = _resolve(spelled, known)
         if setting.kind == "bool":
@@ -124,7 +126,7 @@ def _take_apart(command: Command, known: Mapping[str, Setting], argv: Sequence[s
         if keys:
             line.parts.append((setting.name, keys, append, _Given(text, spelled)))
             continue
-        if setting.kind != "bool" and not _holds(text):
+        if setting.kind != "bool" and not _holds(setting, text):
             raise ConfigError(f"{spelled} needs a value")
         if setting.name in waiting:
             waiting.remove(setting.name)
@@ -136,9 +138,12 @@ def _take_apart(command: Command, known: Mapping[str, Setting], argv: Sequence[s
     return line
 
 
-def _holds(text: str | list[str]) -> bool:
-    """Whether a flag was given something: a shell variable that is not set leaves nothing."""
-    return any(map(_items, text)) if isinstance(text, list) else bool(text.strip())
+def _holds(setting: Setting, text: str | list[str]) -> bool:
+    """Whether a flag was given something: a shell variable that is not set leaves nothing. Blanks
+    are something to a text, such as a stop string."""
+    if isinstance(text, list):
+        return any(map(_items, text))
+    return bool(text if setting.kind == "str" else text.strip())
 
 
 def _positional(line: _Line, waiting: list[str], word: str) -> None:

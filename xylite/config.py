@@ -291,6 +291,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["debug", "info", "warning", "error"], about("Least level to log.", "logging")
     ] = "info"
 
+    def __post_init__(self) -> None:
+        # As likely as not a variable that was not set, and meant to keep people out.
+        keys: Any = self.api_key  # not checked yet
+        if isinstance(keys, tuple | list) and "" in keys:
+            raise ConfigError(
+                "api_key holds an empty key, which would guard nothing", param="api_key"
+            )
+
 
 Settings = TypeVar("Settings", EngineConfig, ServerConfig)
 

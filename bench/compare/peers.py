@@ -99,7 +99,7 @@ def xylite(variant: str, model: Path, threads: int) -> Engine:
         precision=precision,
         is_ours=True,
         child=(sys.executable, "-m", "bench.compare.child_xylite"),
-        settings=common | WHOLE_CASE | dict(settings),
+        settings=WHOLE_CASE | common | dict(settings),
         server=server,
         lacking=missing_format(variant),
     )
@@ -119,7 +119,7 @@ def drafting(plain: Engine, config: Mapping[str, Any]) -> Engine:
         baseline=plain.name,
         child=(sys.executable, "-m", "bench.compare.child_speculation"),
         settings={
-            **{k: v for k, v in plain.settings.items() if k not in WHOLE_CASE},
+            **dict(plain.settings.items() - WHOLE_CASE.items()),
             "speculative_config": dict(config),
         },
         lacking=plain.lacking,

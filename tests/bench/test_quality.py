@@ -162,3 +162,13 @@ def test_windows_of_any_size_give_a_texts_first_window_the_same_scores(
     assert figures(24, 8) == pytest.approx(figures(1000, 500))
     assert figures(4, 2) > figures(24, 8)
     assert "sonnets" in capsys.readouterr().out
+
+
+def test_chats_without_a_position_say_nothing_and_leave_their_cells_empty():
+    nothing = Chats([()], [[]])
+    assert chats.compared(nothing, nothing) is None
+    result = json.loads(quality.RESULT.read_text())
+    for found in result["variants"].values():
+        found["chats"] = None
+    rows = [line for line in quality.markdown(result).splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in rows}) == 1

@@ -261,12 +261,13 @@ async def test_queue_wait_ends_with_the_first_token(connect: Connect) -> None:
 
 def test_time_limits_in_order() -> None:
     both = TimeLimits(first_token=5.0, end=9.0)
-    assert (both.next(started=False), both.next(started=True)) == (5.0, 9.0)
+    assert both.first == 5.0
     late = TimeLimits(first_token=9.0, end=5.0)
-    assert (late.next(started=False), late.next(started=True)) == (5.0, 5.0)
+    assert late.first == 5.0
     first = TimeLimits(first_token=5.0, end=None)
-    assert (first.next(started=False), first.next(started=True)) == (5.0, None)
-    assert TimeLimits(None, None).next(started=False) is None
+    assert first.first == 5.0
+    assert TimeLimits(first_token=None, end=9.0).first == 9.0
+    assert TimeLimits(first_token=None, end=None).first is None
     both.check(started=True, now=8.9)
     for started, now in ((False, 5.0), (True, 9.0)):
         with pytest.raises(DeadlineExceeded):

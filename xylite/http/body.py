@@ -17,6 +17,7 @@ from xylite.http.protocol import (
     decode,
 )
 from xylite.http.service import REQUEST_ID, SERVICE
+from xylite.http.stream import ClientGone
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -73,7 +74,10 @@ async def _say_continue(request: web.Request) -> None:
     expected = request.headers.get(hdrs.EXPECT, "").strip().lower()
     if expected != "100-continue" or request.version < HttpVersion11:
         return
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    try:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    except ConnectionError:
+        raise ClientGone from None
     request.writer.output_size = 0  # that was none of the answer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from xylite.config import ServerConfig
-from xylite.errors import ConfigError, EngineError, ModelNotFound, Overloaded
+from xylite.errors import EngineError, ModelNotFound, Overloaded
 from xylite.http.metrics import Metrics
 from xylite.runtime.turnstile import Turnstile
 from xylite.text_engine import TextEngine
@@ -42,9 +42,6 @@ class Service:
     _background: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def __post_init__(self) -> None:
-        if "" in self.config.api_key:
-            # As likely as not a variable that was not set, and meant to keep people out.
-            raise ConfigError("api_key holds an empty key, which would guard nothing")
         self.key_digests = tuple(
             hashlib.sha256(key.encode()).digest() for key in self.config.api_key
         )

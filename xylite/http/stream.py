@@ -55,11 +55,10 @@ class TimeLimits:
             end=now + min(limits) if limits else None,
         )
 
-    def next(self, started: bool) -> float | None:
+    @property
+    def first(self) -> float | None:
         """The limit that comes first."""
-        if started or self.first_token is None:
-            return self.end
-        return self.first_token if self.end is None else min(self.first_token, self.end)
+        return min((at for at in (self.first_token, self.end) if at is not None), default=None)
 
     def check(self, started: bool, now: float) -> None:
         """DeadlineExceeded if a limit has passed."""
@@ -73,7 +72,7 @@ class TimeLimits:
         """Hold what comes before the engine to the same limits."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(self.next(started=False)):
+            async with asyncio.timeout_at(self.first):
                 yield
         except TimeoutError:
             self.check(False, loop.time() + 0.001)

@@ -1,5 +1,8 @@
 """Memory is what the machine and the control groups leave to this process."""
 
+import ctypes
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +26,59 @@ def test_memory_limits_of_control_groups_are_read(version, tmp_path: Path):
     (tmp_path / f"memory.{limit}").write_text("max\n")
     assert host_memory._group_memory(tmp_path) is None
     assert host_memory._group_memory(tmp_path / "absent") is None
+
+
+def resident(address: int) -> int:
+    """Bytes that the system has given to the mapping which holds the address."""
+    size, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name and not name.endswith(":"):
+            begin, end = (int(x, 16) for x in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "Rss:":
+            size += int(rest.split()[0]) * 1024
+    return size
+
+
+@pytest.fixture
+def piece():
+    """(mapping, address, bytes) of memory that was never written, some huge pages and a bit."""
+    size = 3 * host_memory.HUGE_PAGE + 5000
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held = ctypes.c_char.from_buffer(pages)
+    yield pages, ctypes.addressof(held), size
+    del held
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+def test_memory_is_given_piece_by_piece_and_keeps_what_is_in_it(piece):
+    pages, address, size = piece
+    pages[10] = 7
+    before = resident(address)
+    steps = host_memory.taken([(address, size)], size)
+    next(steps)
+    assert before < resident(address) < size
+    assert list(steps) == [None] * 3
+    assert resident(address) >= size
+    assert (pages[10], pages[11], pages[size - 1]) == (7, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+def test_no_more_memory_is_taken_than_asked_for_or_than_the_machine_can_spare(piece, monkeypatch):
+    _, address, size = piece
+    assert len(list(host_memory.taken([(address, size)], 2 * host_memory.HUGE_PAGE))) == 2
+    assert not list(host_memory.taken([(address, size)], host_memory.HUGE_PAGE - 1))
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (124, 1000))
+    assert not list(host_memory.taken([(address, size)], size))
+    assert not list(host_memory.taken([], size))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+def test_memory_that_is_not_there_ends_it():
+    assert not list(host_memory.taken([(2**46, host_memory.HUGE_PAGE)], host_memory.HUGE_PAGE))
+
+
+def test_other_systems_are_not_asked(piece, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not list(host_memory.taken([piece[1:]], piece[2]))

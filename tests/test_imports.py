@@ -90,6 +90,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = {
         "runtime.drafters.draft_model",
         "runtime",
         "checkpoint",
+        "host_memory",
         "models",
         "ops",
     ),

@@ -5,7 +5,7 @@ import pytest
 
 from bench.host import write_small_model
 from tests.models import tiny
-from xylite import ops
+from xylite import host_memory, ops
 from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
@@ -172,3 +172,31 @@ def test_the_measured_pace_stays_within_the_bounds_of_a_budget(seconds, tmp_path
     trial = TrialRuns(built.executor, Tabulator(8, 64, 16), built.limits, 16)
     monkeypatch.setattr(TrialRuns, "_seconds", lambda self, n: n * 1e-4)
     assert trial._pace()(seconds) == min(max(int(min(seconds, 1e6) * 1e4), 64), 8192) // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"kv_cache_memory_bytes": 2**24, "num_blocks": None}, 1.0),
+        ({"num_blocks": 8}, 1.0),
+        ({"num_blocks": None}, None),
+    ],
+)
+def test_kv_memory_asked_for_by_a_number_is_taken_whole_else_enough_for_a_start(
+    settings, share, tmp_path, monkeypatch
+):
+    asked = []
+
+    def taken(pieces, num_bytes):
+        asked.append((pieces, num_bytes))
+        yield
+
+    monkeypatch.setattr(host_memory, "taken", taken)
+    made = parts(tmp_path, **settings)
+    assert list(made.chores) == [None]
+    ((pieces, num_bytes),) = asked
+    leaves = [x for layer in made.executor.kv for x in (layer.k, layer.v)]
+    assert pieces == [(x.data_ptr(), x.nbytes) for x in leaves]
+    size = sum(x.nbytes for x in leaves)
+    assert num_bytes == (256 * 2**20 if share is None else share * size)
+    assert size >= num_bytes

@@ -6,18 +6,19 @@ Every "auto" of EngineConfig is filled here, once, and said in the log.
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from xylite import models, ops
+from xylite import host_memory, models, ops, tree
 from xylite.checkpoint import Checkpoint
 from xylite.config import EngineConfig, speculative
 from xylite.errors import ConfigError
 from xylite.models import layers, served, weights
 from xylite.models.spec import ModelSpec
-from xylite.ops import Ops
+from xylite.ops import KVCache, Ops
 from xylite.runtime import speculation, task_table
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.drafters.draft_model import DraftParts
@@ -29,6 +30,7 @@ from xylite.runtime.token_table import Tabulator, TaskBuilder
 from xylite.runtime.trial_runs import TrialRuns
 
 MAX_CPU_KV_BYTES = 4 * 2**30
+READY_KV_BYTES = 256 * 2**20
 MIN_QUEUE = 64
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Parts:
 
     config   every "auto" filled in
     drafter  if speculative_config names one
+    chores   what the device thread may do while there is nothing to run
     """
 
     config: EngineConfig
@@ -49,6 +52,7 @@ class Parts:
     limits: Limits
     num_words: int
     drafter: speculation.Speculation | None
+    chores: Iterator[None]
 
 
 def build(
@@ -135,13 +139,32 @@ def build(
         max_draft=(drafting.num_speculative_tokens or 0) if drafting else 0,
         mixed_budget=mixed_budget,
     )
-    drafter = None
+    drafter = parts = None
     if drafting is not None:
-        parts = None
         if draft is not None:
             parts = _draft_parts(resolved, draft, table, num_blocks, max_len)
         drafter = speculation.make(drafting, time.monotonic, parts)
-    return Parts(resolved, executor, scheduler, tabulator, limits, -(-vocab_size // 32), drafter)
+    caches = [executor.kv] if parts is None else [executor.kv, parts.executor.kv]
+    return Parts(
+        resolved,
+        executor,
+        scheduler,
+        tabulator,
+        limits,
+        -(-vocab_size // 32),
+        drafter,
+        _kv_taken(config, caches),
+    )
+
+
+def _kv_taken(config: EngineConfig, caches: Sequence[KVCache]) -> Iterator[None]:
+    """Have the system give the KV's memory, which the CPU's system does lazily: all that was asked
+    for by a number, else enough for a start."""
+    asked = config.kv_cache_memory_bytes is not None or config.num_blocks is not None
+    leaves = [leaf for kv in caches for leaf in tree.leaves(kv) if leaf.device.type == "cpu"]
+    num_bytes = sum(leaf.nbytes for leaf in leaves)
+    pieces = [(leaf.data_ptr(), leaf.nbytes) for leaf in leaves]
+    return host_memory.taken(pieces, num_bytes if asked else min(num_bytes, READY_KV_BYTES))
 
 
 def _draft_model(

@@ -7,7 +7,7 @@ The engine knows token ids only.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -59,6 +59,7 @@ class Engine:
     state      "ready", "draining", "closed" or "dead"
     observers  told about every ended request
     dead       set when the state becomes "dead"
+    chores     short pieces of work for the device thread while there is nothing to run
     tickets    the requests that have not ended
     """
 
@@ -75,6 +76,7 @@ class Engine:
         drafter: Drafter | None = None,
         observers: list[Observer] | None = None,
         dead: asyncio.Event | None = None,
+        chores: Iterator[None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
@@ -88,6 +90,7 @@ class Engine:
         self._async_scheduling = async_scheduling
         self._watchdog_s = watchdog_s
         self._drafter = drafter
+        self._chores = chores
         self._clock = clock
         self._wake = asyncio.Event()
         self.tickets = Tickets(
@@ -161,7 +164,7 @@ class Engine:
         await asyncio.gather(self._task, return_exceptions=True)
         # Weights and KV go at once, however long the caller keeps this object.
         vars(self).pop("_runner", None)
-        self._drafter = None
+        self._drafter = self._chores = None
 
     # The loop
 
@@ -183,8 +186,7 @@ class Engine:
                     if self.state in ("closed", "dead"):
                         return
                 self._gap_since = None
-                self._wake.clear()
-                await self._wake.wait()
+                await self._rest()
                 continue
             following = await self._plan_ahead(flight)
             result = await self._await_result(flight)
@@ -202,6 +204,19 @@ class Engine:
             if following is not None and following.result is None:
                 self._submit_sampling(following)
             flight = following
+
+    async def _rest(self) -> None:
+        """Wait until there may be something to run; meanwhile do chores, one after the other."""
+        self._wake.clear()
+        loop = asyncio.get_running_loop()
+        while self._chores is not None and not self._wake.is_set():
+            try:
+                if await loop.run_in_executor(self._device_thread, next, self._chores, self):
+                    self._chores = None  # none is left
+            except Exception:  # noqa: BLE001 - what was to make requests quicker must not fail them
+                _log.exception("chores are given up")
+                self._chores = None
+        await self._wake.wait()
 
     def _launch(self, *, ahead: bool) -> _Flight | None:
         """Plan an iteration and submit it; None if there is nothing to run."""

@@ -177,7 +177,7 @@ def test_the_measured_pace_stays_within_the_bounds_of_a_budget(seconds, tmp_path
 @pytest.mark.parametrize(
     ("settings", "share"),
     [
-        ({"kv_cache_memory_bytes": 2**24, "num_blocks": None}, 1.0),
+        ({"kv_cache_memory_bytes": 2**29, "num_blocks": None}, 1.0),
         ({"num_blocks": 8}, 1.0),
         ({"num_blocks": None}, None),
     ],

@@ -1,12 +1,13 @@
 """How fast each op of a device table is.
 
     python -m bench.ops                                on the best device here
-    python -m bench.ops --device cpu --shapes demo --out bench/results/ops-cpu.json
+    python -m bench.ops --device cpu --shapes demo --out ops.json
     python -m bench.ops --op attention --shapes llama-3-8b qwen3-32b
 
 For each op and shape it prints the median time, FLOP/s and bytes/s, the percent of the device's
-roofline (measured in the same run: the largest product and the longest copy), and how many times
-as long torch takes, and kernels written as in Triton's tutorials. On accelerators, caches are
+roofline (measured in the same run: the largest product and the longest copy, on a CPU also its
+instructions and reading), and how many times as long torch takes, and kernels written as in
+Triton's tutorials. On accelerators, caches are
 flushed before each call, and calls are replays of a recorded graph. The most telling cases come
 first; what does not fit into --seconds is left out, and how many that are is said.
 """
@@ -26,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from bench.compare import machine
-from bench.ops import report
+from bench.ops import peak, report
 from bench.ops.batches import Limits
 from bench.ops.cases import Case, Setting, make_cases
 from bench.ops.shapes import SHAPES
@@ -42,6 +43,7 @@ ROWS: Final = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 HOST_ROWS: Final = (1, 4, 16, 64, 256, 1024)
 LARGE: Final = ("llama-3-8b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
 QUIET: Final = 0.08  # cores that others may use while the CPU is measured
+PEAK_S: Final = 1.0  # for what a CPU's instructions can do
 RIVALS: Final = ("torch", "flex", "tutorial")
 
 
@@ -185,6 +187,8 @@ def run(args: argparse.Namespace, ops: Ops, argv: Sequence[str]) -> dict[str, An
         )
     watch = machine.Watch() if on_host and sys.platform == "linux" else None
     roof = roofline(ops, clock, setting.dtype, {"": ops.pack_linear, **setting.formats})
+    if (own := peak.instructions_of(ops)) is not None:
+        roof = roof.or_more(own.measure(args.dtype, PEAK_S).only(roof.flops))
     peaks = ", ".join(f"{f or args.dtype} {v / 1e9:,.0f}" for f, v in roof.flops.items())
     print(
         f"{ops.device.arch}, {ops.device.num_cores} cores, {args.dtype}: at most {peaks} GFLOP/s, "

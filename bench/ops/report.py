@@ -88,6 +88,7 @@ def of_roofline(roof: Roofline) -> dict[str, Any]:
     return {
         "flops": {form or "dtype": value for form, value in roof.flops.items()},
         "bytes_per_s": roof.bandwidth,
+        **({"cached_bytes_per_s": roof.cache} if roof.cache else {}),
     }
 
 

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -127,15 +127,39 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The most that was measured on the device: FLOP/s by weight format, and bytes/s."""
+    """The most that was measured on the device.
+
+    flops      FLOP/s by weight format, "" = the dtype
+    bandwidth  bytes/s of memory
+    cache      bytes/s of the caches next to the cores; 0 = not measured, memory's count
+    """
 
     flops: Mapping[str, float]
     bandwidth: float
+    cache: float = 0.0
 
-    def seconds(self, flops: float, num_bytes: float, form: str = "") -> float:
-        """The least time that so much work and traffic can take."""
+    def seconds(
+        self, flops: float, num_bytes: float, form: str = "", *, cached_bytes: float = 0.0
+    ) -> float:
+        """The least time that so much work and traffic can take, all at the same time."""
         peak = self.flops.get(form, self.flops[""])
-        return max(flops / peak, num_bytes / self.bandwidth)
+        if not self.cache:
+            num_bytes, cached_bytes = num_bytes + cached_bytes, 0.0
+        cached = cached_bytes / self.cache if cached_bytes else 0.0
+        return max(flops / peak, num_bytes / self.bandwidth, cached)
+
+    def only(self, forms: Container[str]) -> "Roofline":
+        """The same for these formats."""
+        flops = {form: rate for form, rate in self.flops.items() if form in forms}
+        return Roofline(flops, self.bandwidth, self.cache)
+
+    def or_more(self, other: "Roofline") -> "Roofline":
+        """The greater of each."""
+        flops = dict(self.flops)
+        for form, rate in other.flops.items():
+            flops[form] = max(rate, flops.get(form, 0.0))
+        bandwidth = max(self.bandwidth, other.bandwidth)
+        return Roofline(flops, bandwidth, max(self.cache, other.cache))
 
 
 def roofline(ops: Ops, clock: Clock, dtype: torch.dtype, formats: Mapping[str, Any]) -> Roofline:

@@ -1,11 +1,14 @@
-"""README's performance tables and plot, from results in bench/results.
+"""The performance tables and plot of README.md and bench/README.md, from results in bench/results.
 
-    python -m bench.compare.render [RESULT ...] [--readme README.md] [--plot FILE.svg]
+    python -m bench.compare.render [RESULT ...] [--steps FILE] [--readme README.md ...]
+        [--plot FILE.svg]
 
 Without a result it takes all full ones of bench/results by date. Parts that were measured in
 several runs are put together: what an engine did in a workload comes from the last run that has
 it, and each run is named below the tables. Runs on different machines or models do not mix. The
-tables go between the lines `<!-- performance -->` and `<!-- /performance -->`.
+tables go between the lines `<!-- performance -->` and `<!-- /performance -->`; those of what the
+machine could do at most, for which bench.ops.steps has measured, between `<!-- possible -->` and
+`<!-- /possible -->`.
 """
 
 import argparse
@@ -16,13 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.compare import plot, report
+from bench.compare import plot, possible, report
 from bench.compare.peers import ROOT
+from bench.compare.possible import ALIKE
 
 RESULTS: Final = ROOT / "bench" / "results"
+STEPS: Final = RESULTS / "steps-cpu.json"
+READMES: Final = (ROOT / "README.md", ROOT / "bench" / "README.md")
 PLOT: Final = RESULTS / "performance.svg"
 BEGIN, END = "<!-- performance -->\n", "<!-- /performance -->"
-ALIKE: Final = ("cpu", "flags", "cores")  # of machines whose results may stand in one table
+_PLACES: Final = ((BEGIN, END), (possible.BEGIN, possible.END))
 
 
 def full_results(folder: Path = RESULTS) -> list[Path]:
@@ -106,22 +112,49 @@ def _run(run: Mapping[str, Any], name: str) -> str:
 
 
 def with_performance(text: str, written: str) -> str:
-    """README's text with a section; ValueError if it has no place for one."""
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"there is no place for the table: {BEGIN.strip()} and {END} are missing")
+    """README's text with a section; it must have a place for one."""
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{written}{END}{after}"
+    return f"{before}{BEGIN}{written}{END}{rest.partition(END)[2]}"
+
+
+def rewritten(
+    readme: Path, result: Mapping[str, Any], files: Mapping[str, Path], picture: Path, steps: Path
+) -> str:
+    """A README's text with the sections it has a place for.
+
+    files    of results, by date
+    picture  the plot
+    steps    result of bench.ops.steps
+    raises   ValueError: there is no place, or results do not belong together
+    """
+    text, place = readme.read_text(), readme.resolve().parent
+
+    def seen(path: Path) -> str:
+        return Path(os.path.relpath(path.resolve(), place)).as_posix()
+
+    has = [begin in text and end in text for begin, end in _PLACES]
+    if not any(has):
+        raise ValueError("there is no place for tables: no " + " and no ".join(
+            f"{begin.strip()} with {end}" for begin, end in _PLACES))  # fmt: skip
+    names = {date: f"[{path.name}]({seen(path)})" for date, path in files.items()}
+    if has[0]:
+        text = with_performance(text, section(result, names, seen(picture)))
+    if has[1]:
+        measured = json.loads(steps.read_text())
+        names[measured["date"]] = f"[{steps.name}]({seen(steps)})"
+        text = possible.with_section(text, possible.section(measured, result, names))
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 1 if there is no result, no place for it, or results do not belong together."""
+    """0; 1 if a result or a place for it is missing, or results do not belong together."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare.render",
-        description="Writes README's performance tables and plot.",
+        description="Writes the performance tables and plot of README.md and bench/README.md.",
     )
     parser.add_argument("result", type=Path, nargs="*", help="default: all full ones")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--steps", type=Path, default=STEPS, help="result of bench.ops.steps")
+    parser.add_argument("--readme", type=Path, nargs="+", default=READMES)
     parser.add_argument("--plot", type=Path, default=PLOT)
     args = parser.parse_args(argv)
     paths = args.result or full_results()
@@ -129,21 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("render: bench/results has no full result of bench.compare", file=sys.stderr)
         return 1
     results = [json.loads(path.read_text()) for path in paths]
-    place = args.readme.resolve().parent
-
-    def seen(path: Path) -> str:
-        return Path(os.path.relpath(path.resolve(), place)).as_posix()
-
-    names = {r["date"]: f"[{p.name}]({seen(p)})" for r, p in zip(results, paths, strict=True)}
+    files = {r["date"]: path for r, path in zip(results, paths, strict=True)}
+    readme = args.readme[0]
+    texts: dict[Path, str] = {}
     try:
         result = merged(results)
-        written = section(result, names, seen(args.plot))
-        changed = with_performance(args.readme.read_text(), written)
-    except ValueError as e:
-        print(f"render: {args.readme}: {e}", file=sys.stderr)
+        for readme in args.readme:
+            texts[readme] = rewritten(readme, result, files, args.plot, args.steps)
+    except (ValueError, OSError) as e:
+        print(f"render: {readme}: {e}", file=sys.stderr)
         return 1
     args.plot.write_text(plot.svg(result))
-    args.readme.write_text(changed)
+    for readme, text in texts.items():
+        readme.write_text(text)
     return 0
 
 

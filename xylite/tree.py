@@ -15,7 +15,10 @@ T = TypeVar("T")
 def node(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass whose fields are subtrees (or static, see `static`)."""
     made = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    made.__tree_node__ = True  # pyright: ignore[reportAttributeAccessIssue] (looked up by name)
+    node: Any = made  # a checker does not see that it is a dataclass now
+    node.__tree_node__ = tuple(
+        f.name for f in dataclasses.fields(node) if not f.metadata.get("static")
+    )
     return made
 
 
@@ -25,12 +28,9 @@ def static(**kwargs: Any) -> Any:
 
 
 def _children(x: Any) -> list[tuple[str, Any]] | None:
-    if getattr(x, "__tree_node__", False):
-        return [
-            (f.name, getattr(x, f.name))
-            for f in dataclasses.fields(x)
-            if not f.metadata.get("static")
-        ]
+    names = getattr(x, "__tree_node__", None)
+    if names is not None:
+        return [(name, getattr(x, name)) for name in names]
     if isinstance(x, tuple | list):
         return [(str(i), v) for i, v in enumerate(x)]
     if isinstance(x, dict):

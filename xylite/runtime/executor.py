@@ -33,11 +33,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forwarded:
-    """A step after its forward pass: what sampling needs."""
+    """A step after its forward pass: what sampling needs.
+
+    rows      [R] tokens whose hidden state goes to the head
+    sampling  how the rows become tokens; None if there are none
+    """
 
     step: Step
-    batch: Batch
     hidden: Tensor
+    rows: Tensor
+    sampling: SampleBatch | None
 
 
 class Executor:
@@ -79,11 +84,15 @@ class Executor:
         if len(step.reset.rows):
             self._reset(step.reset)
         batch = self._batch(step)
+        # Now, so that sampling follows the pass at once: threads of the CPU's kernels that wait
+        # longer than some microseconds go to sleep, and have to be woken.
+        rows = self._put(step.table.logit_rows)
+        sampling = self._sample_batch(step.sample) if rows.shape[0] else None
         if ops.replayed is None:
             hidden, self.kv = self._pass(self.kv, batch)
         else:
             hidden, self.kv = ops.replayed(self._pass, self.kv, batch)
-        return Forwarded(step, batch, hidden)
+        return Forwarded(step, hidden, rows, sampling)
 
     def _pass(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """The model's forward pass: nothing in it depends on anything but its arguments."""
@@ -102,31 +111,30 @@ class Executor:
 
     def _sample(self, forwarded: Forwarded, mask: np.ndarray | None) -> StepResult:
         step, hidden = forwarded.step, forwarded.hidden
-        table = step.sample
+        if forwarded.sampling is None:
+            return StepResult(
+                ids=np.zeros(0, np.int32),
+                accepted=np.zeros(0, np.bool_),
+                finite=_finite(step, _numpy(self.ops.finite(hidden)), np.ones(0, np.bool_)),
+                logprobs=None,
+                prompt_logprobs=self._prompt_logprobs(step, hidden),
+            )
+        table, rows = step.sample, forwarded.rows
+        is_all = rows.shape[0] == hidden.shape[0]  # each token has its row, as in decoding
+        logits = self._logits(hidden if is_all else _taken(hidden, rows))
+        sane_rows = self.ops.finite(logits)
+        raw = logits.clone() if table.num_logprobs >= 0 else None
+        bits = None if mask is None else self._put(mask)
+        ids = self.ops.sample(logits, forwarded.sampling, self._state, bits)
         sane = self.ops.finite(hidden)
-        rows = self._put(step.table.logit_rows)
-        num_rows = rows.shape[0]
-        ids = torch.zeros(0, dtype=torch.int64, device=self._device)
-        accepted = torch.zeros(0, dtype=torch.bool, device=self._device)
-        sane_rows = accepted
-        logprobs = None
-        if num_rows:
-            is_all = num_rows == hidden.shape[0]  # each token has its row, as in decoding
-            logits = self._logits(hidden if is_all else _taken(hidden, rows))
-            sane_rows = self.ops.finite(logits)
-            raw = logits.clone() if table.num_logprobs >= 0 else None
-            batch = self._sample_batch(table)
-            bits = None if mask is None else self._put(mask)
-            ids = self.ops.sample(logits, batch, self._state, bits)
-            accepted = self._verify(table, ids)
-            self._last_ids = ids.to(torch.int32)
-            self._count(table, ids, accepted)
-            if step.compact:
-                self._compact(forwarded, accepted)
-            if raw is not None:
-                logprobs = logprobs_of(raw, ids, table.num_logprobs)
+        accepted = self._verify(table, ids)
+        self._last_ids = ids.to(torch.int32)
+        self._count(table, ids, accepted)
+        if step.compact:
+            self._compact(step, accepted)
+        logprobs = None if raw is None else logprobs_of(raw, ids, table.num_logprobs)
         return StepResult(
-            ids=_numpy(ids.to(torch.int32)),
+            ids=_numpy(self._last_ids),
             accepted=_numpy(accepted),
             finite=_finite(step, _numpy(sane), _numpy(sane_rows)),
             logprobs=_joined([logprobs]) if logprobs is not None else None,
@@ -257,9 +265,9 @@ class Executor:
         )
         return self.ops.verify(ids, put["parent"], put["draft_token"], put["depth"])
 
-    def _compact(self, forwarded: Forwarded, accepted: Tensor) -> None:
+    def _compact(self, step: Step, accepted: Tensor) -> None:
         """Move the KV of each tree's accepted path to where a chain would have put it."""
-        t, s = forwarded.step.table, forwarded.step.sample
+        t, s = step.table, step.sample
         drafts = np.flatnonzero(s.depth > 0)
         row = t.logit_rows[drafts]
         chunk = t.seq_of[row]

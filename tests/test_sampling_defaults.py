@@ -1,6 +1,7 @@
 """Sampling parameters that come from the model, and what is wrong with them."""
 
 import json
+import os
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_what_would_refuse_every_request_stops_the_start(own, said):
         defaults(own)
     with pytest.raises(ConfigError, match=f"generation_config: {said}"):
         defaults(override_generation_config=own)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
+        defaults(generation_config=str(tmp_path))
 
 
 def test_an_unknown_override_is_named_with_those_there_are():

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, file_reason, file_size
 from xylite.tensor_files import TensorInfo, read_gguf, read_safetensors
 
 DEMO: Final = "demo"
@@ -91,7 +91,7 @@ def open_checkpoint(
     if tokenizer_dir is None:
         return made
     texts = Path(tokenizer_dir)
-    if not (texts / "tokenizer.json").is_file():
+    if not _is_there(texts / "tokenizer.json"):
         raise ConfigError(f"{texts}: holds no tokenizer.json", param="tokenizer")
     return _with_tokenizer(made, texts)
 
@@ -153,24 +153,33 @@ def _with_tokenizer(made: Checkpoint, directory: Path) -> Checkpoint:
         generation_config=made.generation_config,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(directory, tokenizer_config) or made.chat_template,
-        tokenizer_json=str(tokenizer_json) if tokenizer_json.is_file() else None,
+        tokenizer_json=str(tokenizer_json) if _is_there(tokenizer_json) else None,
         gguf_metadata=made.gguf_metadata,
         tensors=made.tensors,
     )
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file; ConfigError if what is there cannot be read as one."""
+    try:
+        file_size(str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as e:
+        raise ConfigError(f"{path}: {file_reason(e)}") from None
+    return True
+
+
 def _text(path: Path) -> str | None:
     """Content of a text file; None if there is none."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        if file_size(str(path)) > MAX_JSON_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: {file_reason(e)}") from None
 
 
 def _json_object(path: Path) -> dict[str, Any] | None:
@@ -241,7 +250,7 @@ def _sharded(directory: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
             )
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(names.values())):
-        if not (directory / file).is_file():
+        if not _is_there(directory / file):
             lost = next(n for n, f in names.items() if f == file)
             raise ConfigError(f"{directory / file}: is missing (it holds tensor {lost!r})")
         for name, tensor in read_safetensors(str(directory / file)).items():

@@ -13,7 +13,10 @@ XyliteError
     Closed            503: the engine was closed
 """
 
+import errno
+import os
 import reprlib
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,6 +119,18 @@ def file_reason(error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "is not UTF-8 text"
     return f"cannot be read: {error.strerror or error}"
+
+
+def file_size(path: str) -> int:
+    """Bytes of a file, at the end of links too.
+
+    raises   OSError, also if it is not a regular file: to open a pipe would wait for whoever writes
+             to it, to read a device might never end
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return found.st_size
 
 
 def check_list(name: str, value: Any, items: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from xylite.config import EngineConfig
-from xylite.errors import ConfigError, RequestError, file_reason
+from xylite.errors import ConfigError, RequestError, file_reason, file_size
 from xylite.runtime.request import MAX_INT, Limits, SamplingParams, check_params
 
 # generation_config.json's names that SamplingParams has too
@@ -73,6 +73,7 @@ def _check(defaults: Mapping[str, Any]) -> None:
 
 def _read_json_object(path: str) -> Mapping[str, Any]:
     try:
+        file_size(path)  # a pipe is refused, not waited for
         with open(path, "rb") as f:
             return msgspec.json.decode(f.read(), type=dict[str, Any])
     except OSError as e:

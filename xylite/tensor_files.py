@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeGuard
 
 import numpy as np
 
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, file_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _no_overlap(tensors: Iterable[TensorInfo]) -> None:
 def read_safetensors(path: str) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file by name; ConfigError if its header cannot be true."""
     try:
-        size = os.path.getsize(path)
+        size = file_size(path)
         with open(path, "rb") as f:
             start = f.read(8)
             length = int.from_bytes(start, "little")
@@ -241,6 +241,7 @@ def read_gguf(path: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     raises   ConfigError naming the file and the key or tensor that cannot be true
     """
     try:
+        file_size(path)  # a pipe is refused, not waited for
         with open(path, "rb") as f:
             if os.fstat(f.fileno()).st_size < 24:
                 raise ConfigError(f"{path}: too short to be a GGUF file")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,70 @@ def test_a_directory_that_cannot_be_used_gives_one_error(case, tmp_path):
     make, message = BROKEN_DIRECTORIES[case]
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(str(make(tmp_path)))
+
+
+TEXTS_OF_A_MODEL = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
+
+
+def of_no_use(path: Path, kind: str) -> None:
+    """Something at `path` that is no regular file."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+
+
+@pytest.mark.timeout(20)  # it would wait for ever
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+@pytest.mark.parametrize("name", TEXTS_OF_A_MODEL)
+def test_what_is_no_regular_file_is_refused_by_name_and_not_waited_for(name, kind, tmp_path):
+    whole = with_file("vocab.txt")(tmp_path)
+    assert open_checkpoint(str(whole)).tensors.keys() == {"a"}
+    if name.endswith("index.json"):
+        (whole / "model.safetensors").unlink()
+    of_no_use(whole / name, kind)
+    with pytest.raises(ConfigError, match=f"/{name}: cannot be read: it is not a regular file"):
+        open_checkpoint(str(whole))
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_wherever_a_file_is_named(tmp_path):
+    def piped(path: Path) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        of_no_use(path, "pipe")
+        return path
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    with_index({"a": "m1.safetensors"})(shards)
+    piped(shards / "m1.safetensors")
+    alone = piped(tmp_path / "alone" / "m.gguf")
+    words = piped(tmp_path / "words" / "tokenizer.json").parent
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    with_file("vocab.txt")(whole)
+    for model, tokenizer, name in (
+        (shards, None, "m1.safetensors"),
+        (alone, None, "m.gguf"),
+        (alone.parent, None, "m.gguf"),
+        (whole, str(words), "words/tokenizer.json"),
+    ):
+        with pytest.raises(ConfigError, match=f"/{name}: cannot be read: it is not a regular"):
+            open_checkpoint(str(model), tokenizer_dir=tokenizer)
 
 
 def test_shards_are_joined_and_links_out_of_the_directory_are_followed(tmp_path):

@@ -124,6 +124,17 @@ def test_the_first_start_changes_blocks_only_for_a_clear_gain(
     assert found == ((block // 2, panel) if wins else None)
 
 
+def test_the_first_start_tries_panels_cut_up_for_the_first_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "cache_sizes", lambda: (32 << 10, 1 << 20))
+    assert tuning.computed_blocks() == (384, 256)
+    kernels = Timed({(384, 24): 0.5})
+    monkeypatch.setattr(tuning, "time", kernels)
+    found = tuning.better_blocks(kernels, tuning.K_F32)  # pyright: ignore[reportArgumentType]
+    assert found == (384, 24)
+
+
 def test_blocks_are_a_kib_at_least_however_small_the_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

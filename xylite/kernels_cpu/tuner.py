@@ -46,7 +46,7 @@ class BlockTuner:
         sizes = [
             (max(1, b), max(1, p))
             for b in (block, block // 4, block // 2, block * 3 // 2)
-            for p in (panel, panel * 2 // 3, panel * 2, panel * 4)
+            for p in (panel, panel // 8, panel // 4, panel * 2)
         ]
         return list(dict.fromkeys(sizes))
 

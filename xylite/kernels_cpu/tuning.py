@@ -76,9 +76,11 @@ def cache_sizes() -> tuple[int, int]:
 
 
 def computed_blocks() -> Blocks:
-    """Blocks that fit the caches: most of what one core has, with room for what passes through."""
-    first, second = cache_sizes()
-    return max(1, second * 3 // 8 // 1024), max(1, first * 3 // 4 // 1024)
+    """Blocks that fit the second cache of a core together, with room for what passes through: a
+    panel that is cut up for the first cache gains less than its sums lose on their way to memory
+    and back."""
+    _, second = cache_sizes()
+    return max(1, second * 3 // 8 // 1024), max(1, second // 4 // 1024)
 
 
 def load(path: Path) -> Tuning | None:
@@ -179,8 +181,8 @@ def better_blocks(kernels: Kernels, kind: int) -> Blocks | None:
     if none are, or if this machine is too slow for a quick answer."""
     m, end = 256, time.perf_counter() + 0.15
     block, panel = computed_blocks()
-    half = max(1, block // 2)
-    tried = [(block, panel), (half, panel), (block, 2 * panel), (half, 2 * panel)]
+    half, near = max(1, block // 2), max(1, cache_sizes()[0] * 3 // 4 // 1024)
+    tried = [(block, panel), (half, panel), (block, near), (half, near)]
     dtype = torch.bfloat16 if kind == K_BF16_DOT else torch.float32
     total = dict.fromkeys(tried, 0.0)
     for n, k in ((1024, 576), (576, 1536)):

@@ -16,8 +16,8 @@ namespace xl {
 enum Kind : int { K_F32 = 0, K_F16 = 1, K_BF16 = 2, K_BF16_DOT = 3 };  // how to multiply
 
 struct Tuning {
-  int64_t block_bytes;  // of activations that stay in the second-level cache
-  int64_t panel_bytes;  // of a panel that stay in the first-level cache
+  int64_t block_bytes;  // of activations that stay in cache
+  int64_t panel_bytes;  // of a panel that stay in cache
 };
 
 struct Unsupported {};

@@ -14,6 +14,19 @@ struct Weights {
   int64_t n, k;
 };
 
+// Fetches what a tile's result is stored to and added to: each row is another two lines. Not worth it
+// for the few bytes of a gated result.
+static void fetch(const Epilogue& out, int64_t row, int rows, int64_t panel) {
+  const ptrdiff_t size = ptrdiff_t(size_of(out.out_type));
+  for (int r = 0; r < rows; r++) {
+    const int64_t at = (row + r) * out.columns + panel * PANEL;
+    for (int j = 0; j < PANEL; j += 16) {
+      prefetch_to_write(static_cast<const char*>(out.out) + (at + j) * size);
+      if (out.residual) prefetch(out.residual + at + j);
+    }
+  }
+}
+
 template <class T>
 static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, int64_t m,
                      const Epilogue& out, int64_t panels, const Tuning& tune) {
@@ -22,12 +35,12 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   const int64_t padded = (w.k + T::STEP - 1) / T::STEP * T::STEP;
   const int64_t row_bytes = padded * int64_t(sizeof(A));
 
-  // The rows as the kernel reads them. Rows a multiple of 1 KiB apart would share cache sets.
+  // The rows as the kernel reads them. Rows a multiple of 4 KiB apart would share cache sets.
   const A* a = static_cast<const A*>(x);
   int64_t lda = w.k;
-  if (x_type != a_type || padded != w.k || (m > 4 && row_bytes % 1024 == 0)) {
+  if (x_type != a_type || padded != w.k || (m > 4 && row_bytes % 4096 == 0)) {
     lda = (padded + 31) / 32 * 32;
-    if (lda * int64_t(sizeof(A)) % 1024 == 0) lda += 32;
+    if (lda * int64_t(sizeof(A)) % 4096 == 0) lda += 32;
     A* copy = static_cast<A*>(pool.shared(0, size_t(m * lda) * sizeof(A)));
     const int64_t chunk = 16;
     pool.each((m + chunk - 1) / chunk, [&](int64_t u, int) {
@@ -40,8 +53,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   }
 
   const int64_t steps = padded / T::STEP;
-  // A block of rows stays in the second-level cache while panels pass; a block of k of a panel in
-  // the first-level cache while rows pass.
+  // A block of rows stays in cache while panels pass; a block of k of a panel while rows pass.
   int64_t block = tune.block_bytes / row_bytes / MAX_ROWS * MAX_ROWS;
   if (block < 2 * MAX_ROWS) block = 2 * MAX_ROWS;
   const int64_t blocks = (m + block - 1) / block;
@@ -76,6 +88,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
           const int64_t advance = (step_bytes + tiles - 1) / tiles;
           ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
         }
+        if (last && !out.act) fetch(out, m0 + r, count, panel);
         for (int j = 0; j < PANEL; j += COLS)
           TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,
                                b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,

@@ -44,6 +44,14 @@ struct BF16Dot {  // bf16 x bf16 summed in fp32 by the machine's own instruction
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+static inline void prefetch_to_write(const void* p) {
+#if defined(XL_AVX512) || defined(XL_AVX2)  // the compiler would need a flag of its own for this
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1, 3);
+#endif
+}
+
 // What a tile fetches into cache while it computes: a line per vector and step from `from` on, for
 // the second half of the vectors `upper` bytes further on.
 struct Ahead {
@@ -123,6 +131,8 @@ static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* 
       for (int j = 0; j < NV; j++) w[j] = _mm512_loadu_si512(b + 2 * j * W);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
+        // Else the compiler loads all rows first, which takes registers from the sums.
+        if constexpr (ROWS * (NV + 1) + NV > 32) asm volatile("" ::: "memory");
         int32_t pair;
         memcpy(&pair, &p[r / 3][(r % 3) * lda + 2 * s], 4);
         const __m512i x = _mm512_set1_epi32(pair);

@@ -75,6 +75,10 @@ struct Epilogue {
   void store(const float* acc, int64_t row, int rows, int64_t panel) const {
     const int width = act ? PANEL / 2 : PANEL;
     const int64_t first = panel * width;
+    if (!bias && cap == 0.0f && first + width <= columns) {
+      const int64_t at = row * columns + first;
+      return act ? store_whole<true>(acc, at, rows) : store_whole<false>(acc, at, rows);
+    }
     for (int r = 0; r < rows; r++, acc += PANEL) {
       const int64_t base = (row + r) * columns;
       for (int j = 0; j < width && first + j < columns; j += W) {
@@ -98,6 +102,20 @@ struct Epilogue {
   }
 
  private:
+  // The usual case, without the questions: a whole panel, neither bias nor cap.
+  template <bool GATED>
+  void store_whole(const float* acc, int64_t at, int rows) const {
+    constexpr int width = GATED ? PANEL / 2 : PANEL;
+    for (int r = 0; r < rows; r++, acc += PANEL, at += columns)
+#pragma GCC unroll 2
+      for (int j = 0; j < width; j += W) {
+        vf y = loadf(acc + j);
+        if constexpr (GATED) y = activate(y, act) * loadf(acc + PANEL / 2 + j);
+        if (residual) y = y + loadf(residual + at + j);
+        store_as(out, at + j, out_type, y);
+      }
+  }
+
   static vf some(const float* p, int n) { return n == W ? loadf(p) : load_some(p, 0, T_F32, n); }
 };
 

@@ -124,9 +124,9 @@ def test_functions_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Batch] = []
     record = replay.Replays._record
 
-    def noted(self: replay.Replays, forward: Any, kv: KVCache, batch: Batch) -> Any:
+    def noted(self: replay.Replays, forward: Any, kv: KVCache, batch: Batch, arrays: Any) -> Any:
         recorded.append(batch)
-        return record(self, forward, kv, batch)
+        return record(self, forward, kv, batch, arrays)
 
     def hidden(kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         assert run.ops.replayed is not None
@@ -187,16 +187,41 @@ def test_a_recording_keeps_no_more_memory_than_a_few_layers_need() -> None:
     assert len(buffers._all) == 2
 
 
-def test_recordings_of_long_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_BYTES", 100_000)
+def test_larger_passes_are_recorded_when_their_size_comes_again() -> None:
     mine = Passes(make(names()[0]), torch.float32)
     plain = Passes(plainly(make(names()[0])), torch.float32)
+    assert TOKENS > 2 * replay.SMALL
+    cuts = [replay.SMALL + 1]
+    want = plain.logits(cuts)
+    for runs in (2, 4, 4, 4):
+        assert torch.equal(mine.logits(cuts), want)
+        assert mine.num_run == runs, "as it is, then recorded, then replayed"
+    # neighbours are other sequences in the same number of tokens
+    want = plain.logits([replay.SMALL - 1], neighbours=2)
+    assert torch.equal(mine.logits([replay.SMALL - 1], neighbours=2), want)
+    assert mine.num_run == 5, "one of these sizes is new"
+
+
+def test_passes_of_very_many_tokens_are_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_TOKENS", TOKENS - 1)
+    mine = Passes(make(names()[0]), torch.float32)
+    for runs in (1, 2, 3):
+        mine.logits([])
+        assert mine.num_run == runs
+
+
+def test_recordings_are_bounded_and_the_longest_unused_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Passes(make(names()[0]), torch.float32)
+    plain = Passes(plainly(make(names()[0])), torch.float32)
+    mine.logits([1, 3])
+    (passes,) = mine.ops.replayed._passes.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+    assert list(passes.recorded) == [1, 2]
+    monkeypatch.setattr(replay, "MAX_BYTES", sum(r.calls.nbytes for r in passes.recorded.values()))
+    mine.logits([1, 4])  # 1 is used again, 3 is new
+    assert list(passes.recorded) == [1, 3]
     for cuts in SCHEDULES:
         assert torch.equal(mine.logits(cuts), plain.logits(cuts))
-    (passes,) = mine.ops.replayed._passes.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
-    held = [r.nbytes for r in passes.recorded.values()]
-    assert 1 <= len(held) < len({n for cuts in SCHEDULES for n in cuts})
-    assert sum(held) <= 100_000 or len(held) == 1
+        assert len(passes.recorded) == 2
 
 
 @pytest.mark.parametrize("isa", names())

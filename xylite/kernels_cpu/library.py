@@ -205,10 +205,14 @@ class Foreign(Exception):
 
 
 class Recording:
-    """Calls with all their arguments; who replays it keeps alive what the addresses point to."""
+    """Calls with all their arguments; who replays it keeps alive what the addresses point to.
+
+    nbytes  memory that it takes, once closed
+    """
 
     def __init__(self, kernels: Kernels):
         self.calls: list[tuple[int, bytes]] = []
+        self.nbytes = 0
         self._kernels = kernels
         self._count = 0
         self._arguments: Any = None
@@ -224,6 +228,7 @@ class Recording:
             at += len(args)
         self._table = (I64 * len(table))(*table)
         self._count = len(self.calls)
+        self.nbytes = len(self._arguments) + ctypes.sizeof(self._table)
         self.calls.clear()
 
     def replay(self) -> None:

@@ -3,7 +3,7 @@
 A layer makes eight calls; of a pass over one token, Python would take a third, and give up its
 lock to the event loop between any two of them. So the calls are recorded, with all their arguments,
 and made in one. A recording depends on the number of tokens; every other number that changes
-is read from arrays, which have room for any batch of as many tokens and are filled anew.
+is read from arrays, which have room for any batch and are filled anew.
 """
 
 import ctypes
@@ -25,13 +25,16 @@ from xylite import tree
 from xylite.kernels_cpu.library import Foreign, Kernels, Recording
 from xylite.kernels_cpu.packed import Packer
 
-MAX_TOKENS: Final = 64  # beyond, products take so long that calls hardly count
-# Where every sequence has one token, batches of the same size come again and again, and the event
-# loop has most to do meanwhile.
-MAX_DECODES: Final = 256
-MAX_BYTES: Final = 64 * 2**20  # of one owner's recordings; the oldest go first
+# Passes of so few tokens are recorded at once: calls take much of their time, and where every
+# sequence has one token, the event loop has most to do meanwhile.
+SMALL: Final = 64
+SMALL_DECODES: Final = 256
+# Others when their number comes up again, as that of a full iteration does: 2 to 5 % of 100 to 500
+# tokens' time. Beyond this, calls hardly count, and memory would.
+MAX_TOKENS: Final = 2048
+MAX_BYTES: Final = 16 * 2**20  # of one owner's recordings; the longest unused go first
 ALIGNMENT: Final = 64
-LEAST_ROOM: Final = 128  # blocks of a sequence, tasks, merges
+LEAST_ROOM: Final = 128  # sequences, blocks of a sequence, tasks, merges
 
 Forward = Callable[[Any, Any], tuple[Tensor, Any]]
 
@@ -101,21 +104,50 @@ _EMPTY: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.de
 
 @dataclass(slots=True, eq=False)
 class _Replayed:
-    """One number of tokens: arrays for a batch, the calls over them, where the result is left."""
+    """One number of tokens: the calls over the arrays, where the result is left."""
 
-    arrays: list[np.ndarray]
     calls: Recording
     hidden: Tensor
     keeps: tuple[Any, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Of the arrays; those of long sequences are most of what a recording takes."""
-        return sum(a.nbytes for a in self.arrays)
 
-    def fill(self, leaves: list[Tensor]) -> bool:
-        """Copy a batch into the arrays; False if one does not fit."""
-        for array, leaf in zip(self.arrays, leaves, strict=True):
+class _Passes:
+    """What is known of one owner's passes over one cache.
+
+    cache     where its memory is, and of what shape
+    latest    the object, which mostly is that of the pass before
+    arrays    a batch, as the recordings read it
+    recorded  by number of tokens, the longest unused first
+    met       numbers of tokens that are recorded when they come up again
+    """
+
+    def __init__(self, cache: tuple[Any, ...]) -> None:
+        self.cache = cache
+        self.latest: Any = None
+        self.arrays: dict[str, np.ndarray] = {}
+        self.recorded: dict[int, _Replayed] = {}
+        self.met: set[int] = set()
+        self.foreign = False
+
+    def fill(self, batch: Any) -> None:
+        """Copy a batch into the arrays; where it does not fit, into new ones, and recordings that
+        read the old ones are forgotten."""
+        leaves = tree.leaves(batch)
+        if self._fits(leaves):
+            return
+        self.recorded.clear()
+        self.arrays = {
+            name: np.zeros(_room(name, leaf.shape), leaf.numpy().dtype)
+            for name, leaf in tree.named_leaves(batch)
+        }
+        fits = self._fits(leaves)
+        assert fits
+
+    def _fits(self, leaves: list[Tensor]) -> bool:
+        """Copies as much as fits; whether all does."""
+        if len(leaves) != len(self.arrays):
+            return False
+        for array, leaf in zip(self.arrays.values(), leaves, strict=True):
             values = leaf.numpy()
             shape = values.shape
             if shape == array.shape:
@@ -128,40 +160,22 @@ class _Replayed:
                 return False
         return True
 
-
-@dataclass(slots=True, eq=False)
-class _Passes:
-    """What is known of one owner's passes: its cache, and the recordings by number of tokens.
-
-    cache   where its memory is, and of what shape
-    latest  the object, which mostly is that of the pass before
-    """
-
-    cache: tuple[Any, ...]
-    latest: Any
-    recorded: dict[int, _Replayed]
-    foreign: bool = False
-
     def forget_oldest(self) -> None:
         """Keep no more than MAX_BYTES, and the newest whatever it takes."""
-        left = sum(r.nbytes for r in self.recorded.values())
+        left = sum(r.calls.nbytes for r in self.recorded.values())
         while left > MAX_BYTES and len(self.recorded) > 1:
             oldest = next(iter(self.recorded))
-            left -= self.recorded.pop(oldest).nbytes
+            left -= self.recorded.pop(oldest).calls.nbytes
+            self.met.discard(oldest)
 
 
 class Replays:
-    """Runs forward passes; those of few tokens are recorded when their number comes up, and
-    replayed.
+    """Runs forward passes; those of a number of tokens that comes up are recorded, and replayed."""
 
-    max_tokens  the most tokens of a recorded pass that is not decode alone
-    """
-
-    def __init__(self, kernels: Kernels, packer: Packer, max_tokens: int = MAX_TOKENS):
+    def __init__(self, kernels: Kernels, packer: Packer):
         self._kernels = kernels
         self._packer = packer
-        self._max_tokens = max_tokens
-        self._buffers = _Buffers(max(max_tokens, MAX_DECODES))
+        self._buffers: dict[int, _Buffers] = {}  # by the most tokens, powers of 2
         # By the object whose method the pass is: addresses in a recording are those of its weights.
         self._passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
 
@@ -173,54 +187,61 @@ class Replays:
         made for the call would be recorded at every call.
         """
         tokens = batch.tokens.shape[0]
-        is_decode = batch.q_start.shape[0] == tokens + 1
-        most = MAX_DECODES if is_decode else self._max_tokens
         owner = getattr(forward, "__self__", None)
-        if owner is None or not 0 < tokens <= most or batch.tree_mask.numel():
+        if owner is None or not 0 < tokens <= MAX_TOKENS or batch.tree_mask.numel():
             return forward(kv, batch)
-        passes = self._passes.get(owner)
-        if passes is None or passes.latest is not kv:
-            cache = tuple((leaf.data_ptr(), leaf.shape, leaf.dtype) for leaf in tree.leaves(kv))
-            if passes is None or passes.cache != cache:
-                passes = self._passes[owner] = _Passes(cache, kv, {})
-            passes.latest = kv
-        if passes.foreign:
+        passes = self._passes_of(owner, kv)
+        is_decode = batch.q_start.shape[0] == tokens + 1
+        is_small = tokens <= (SMALL_DECODES if is_decode else SMALL)
+        if passes.foreign or not (is_small or tokens in passes.met):
+            passes.met.add(tokens)
             return forward(kv, batch)
-        leaves = tree.leaves(batch)
-        found = passes.recorded.get(tokens)
-        if found is None or not found.fill(leaves):
+        passes.fill(batch)
+        found = passes.recorded.pop(tokens, None)
+        if found is None:
             try:
-                passes.recorded.pop(tokens, None)
-                found = passes.recorded[tokens] = self._record(forward, kv, batch)
+                found = self._record(forward, kv, batch, passes.arrays)
             except Foreign as e:
                 _log.info("forward passes are not replayed: %s is none of the kernels", e)
                 passes.foreign = True
                 passes.recorded.clear()
                 return forward(kv, batch)
-            fits = found.fill(leaves)
-            assert fits
+            passes.recorded[tokens] = found
             passes.forget_oldest()
+        else:
+            passes.recorded[tokens] = found  # as the newest
         found.calls.replay()
         return found.hidden, kv
 
-    def _record(self, forward: Forward, kv: Any, batch: Any) -> _Replayed:
-        """The pass over arrays with room for any batch of as many tokens; nothing is computed."""
+    def _passes_of(self, owner: Any, kv: Any) -> _Passes:
+        passes = self._passes.get(owner)
+        if passes is None or passes.latest is not kv:
+            cache = tuple((leaf.data_ptr(), leaf.shape, leaf.dtype) for leaf in tree.leaves(kv))
+            if passes is None or passes.cache != cache:
+                passes = self._passes[owner] = _Passes(cache)
+            passes.latest = kv
+        return passes
+
+    def _record(
+        self, forward: Forward, kv: Any, batch: Any, arrays: dict[str, np.ndarray]
+    ) -> _Replayed:
+        """The pass over the arrays, for as many tokens as the batch has; nothing is computed."""
         tokens = batch.tokens.shape[0]
-        named = list(tree.named_leaves(batch))
-        arrays = [np.zeros(_room(name, x.shape, tokens), x.numpy().dtype) for name, x in named]
-        held = iter(arrays)
+        held = iter([a[:tokens] if name in _BY_TOKEN else a for name, a in arrays.items()])
         inside = tree.map(lambda _: torch.from_numpy(next(held)), batch)
-        watch, self._buffers.tokens = _Watch(), tokens
-        made = _Replayed(arrays, Recording(self._kernels), torch.empty(0), (inside, watch.made))
-        with self._in_buffers(), self._kernels.recorded(made.calls), watch:
+        most = max(SMALL_DECODES, 1 << (tokens - 1).bit_length())
+        buffers = self._buffers.setdefault(most, _Buffers(most))
+        watch, buffers.tokens = _Watch(), tokens
+        made = _Replayed(Recording(self._kernels), torch.empty(0), (inside, watch.made))
+        with self._in(buffers), self._kernels.recorded(made.calls), watch:
             hidden, _ = forward(kv, inside)
-        made.hidden = self._buffers.alias(hidden)
+        made.hidden = buffers.alias(hidden)
         return made
 
     @contextmanager
-    def _in_buffers(self) -> Iterator[None]:
+    def _in(self, buffers: _Buffers) -> Iterator[None]:
         """Let the kernels' results lie in memory that stays, for the calls of this thread."""
-        before, buffers, here = self._packer.empty, self._buffers, threading.get_ident()
+        before, here = self._packer.empty, threading.get_ident()
 
         def empty(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
             if threading.get_ident() != here:
@@ -234,18 +255,21 @@ class Replays:
             self._packer.empty = before
 
 
-def _room(name: str, shape: torch.Size, tokens: int) -> tuple[int, ...]:
-    """The shape that holds this array of any batch of as many tokens, or nearly any: those whose
-    size follows from the batch in other ways get room, and are recorded anew if they outgrow it."""
+_BY_TOKEN: Final = ("tokens", "positions", "slots", "seq_of")
+
+
+def _room(name: str, shape: torch.Size) -> tuple[int, ...]:
+    """The shape that holds this array of any batch, or nearly any: those whose size does not follow
+    from the number of tokens get room, and are made anew if a batch outgrows it."""
     path = name.split(".")
     field = path[2] if path[0] == "tasks" else path[0]
+    if field in _BY_TOKEN:
+        return (MAX_TOKENS,)
     if field in ("core_start", "parts", "tree_mask"):
         return tuple(shape)
     if field in ("tasks", "merges"):
         return (_some_more(shape[0]), *shape[1:])
-    if field == "block_table":
-        return tokens, _some_more(shape[1])
-    return (tokens + (field == "q_start"),)
+    return tuple(_some_more(n) for n in shape)  # by sequence, and its blocks
 
 
 def _some_more(n: int) -> int:

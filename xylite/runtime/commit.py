@@ -53,7 +53,7 @@ def _advance(
     error: EngineError | None = None
     for token in drawn:
         new.append(token)
-        seq.tokens.append(token)
+        seq.append(token)
         ends = token in request.end_tokens or token in params.stop_token_ids
         if ends and seq.num_output > params.min_tokens:
             seq.finish, stop_token = "stop", token

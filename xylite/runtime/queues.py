@@ -71,7 +71,8 @@ class Queues:
         """Queue a request's sequences; Overloaded if they do not fit into the queue."""
         n = request.params.n
         self.require_room(n)
-        new = [Sequence(request, i, now, self._serial + i) for i in range(n)]
+        prompt = list(request.prompt) if n > 1 else None
+        new = [Sequence(request, i, now, self._serial + i, prompt) for i in range(n)]
         self._serial += n
         self.waiting += new
         return new

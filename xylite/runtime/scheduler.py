@@ -24,6 +24,7 @@ from xylite.runtime.step import StepResult
 
 AGEING_S = 10.0  # waiting this long is worth one level of priority
 NO_PASSING_S = 5.0  # a request that waited this long for memory is not passed by others
+MAX_MATCHED = 2**18  # tokens found in the prefix tree in one iteration: 3 ms of the event loop
 MAX_TRIES = 8  # waiting requests that are tried for memory in one iteration
 LONG_SHARE = 4  # a prompt longer than the budget leaves 1/LONG_SHARE of it to those behind
 
@@ -245,9 +246,9 @@ class Scheduler(Queues):
         full = budget
         curbed: Chunk | None = None
         claimed = sum(map(self._claim, self.running)) if self.waiting and self.free_rows else 0
-        tries = MAX_TRIES
+        tries, matched = MAX_TRIES, 0
         for i, seq in enumerate(prefills):
-            if budget <= 0:
+            if budget <= 0 or (matched > MAX_MATCHED and plan.chunks):
                 break
             if seq.finish is not None:
                 continue
@@ -257,8 +258,9 @@ class Scheduler(Queues):
                     continue
                 claimed += self._claim(seq)
             claimed -= self._claim(seq)
-            num_copies = len(plan.copies)
+            num_copies, known = len(plan.copies), seq.num_planned
             self._match(plan, seq)
+            matched += seq.num_planned - known
             want = min(seq.remaining, budget)
             is_curbed = budget == full and want < seq.remaining and i + 1 < len(prefills)
             if is_curbed:

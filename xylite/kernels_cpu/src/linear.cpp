@@ -14,19 +14,6 @@ struct Weights {
   int64_t n, k;
 };
 
-// Fetches what a tile's result is stored to and added to: each row is another two lines. Not worth it
-// for the few bytes of a gated result.
-static void fetch(const Epilogue& out, int64_t row, int rows, int64_t panel) {
-  const ptrdiff_t size = ptrdiff_t(size_of(out.out_type));
-  for (int r = 0; r < rows; r++) {
-    const int64_t at = (row + r) * out.columns + panel * PANEL;
-    for (int j = 0; j < PANEL; j += 16) {
-      prefetch_to_write(static_cast<const char*>(out.out) + (at + j) * size);
-      if (out.residual) prefetch(out.residual + at + j);
-    }
-  }
-}
-
 template <class T>
 static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, int64_t m,
                      const Epilogue& out, int64_t panels, const Tuning& tune) {
@@ -88,7 +75,7 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
           const int64_t advance = (step_bytes + tiles - 1) / tiles;
           ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
         }
-        if (last && !out.act) fetch(out, m0 + r, count, panel);
+        if (last) out.fetch(m0 + r, count, panel);
         for (int j = 0; j < PANEL; j += COLS)
           TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,
                                b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,

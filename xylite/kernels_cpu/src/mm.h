@@ -44,14 +44,6 @@ struct BF16Dot {  // bf16 x bf16 summed in fp32 by the machine's own instruction
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-static inline void prefetch_to_write(const void* p) {
-#if defined(XL_AVX512) || defined(XL_AVX2)  // the compiler would need a flag of its own for this
-  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
-#else
-  __builtin_prefetch(p, 1, 3);
-#endif
-}
-
 // What a tile fetches into cache while it computes: a line per vector and step from `from` on, for
 // the second half of the vectors `upper` bytes further on.
 struct Ahead {

@@ -264,6 +264,7 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
         }
         float* c = acc + (parts > 1 ? r : 0) * PANEL;
         const QuantTile tile = quant_tile_of(f.bits, count);
+        if (g + n == groups) out.fetch(m0 + r, count, panel);
         for (int j = 0; j < PANEL; j += COLS)
           tile(x_rows, here, f, j, c + j, n, g > 0, soon, advance);
         if (g + n < groups) continue;

@@ -61,6 +61,14 @@ static inline void convert_row(const void* src, int from, void* dst, int to, ptr
   for (; i < padded; i++) store_one(dst, i, to, 0.0f);
 }
 
+static inline void prefetch_to_write(const void* p) {
+#if defined(XL_AVX512) || defined(XL_AVX2)  // the compiler would need a flag of its own for this
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1, 3);
+#endif
+}
+
 // Where a linear's result goes. Columns are those of the result: with an activation, F of N = 2 F.
 struct Epilogue {
   void* out;
@@ -70,6 +78,20 @@ struct Epilogue {
   const float* residual;  // [M, columns] or null
   int act;
   float cap;
+
+  // Asks for the lines that `store` is going to write and to add: each row has others. The few
+  // bytes of a gated result are not worth it.
+  void fetch(int64_t row, int rows, int64_t panel) const {
+    if (act) return;
+    const ptrdiff_t size = ptrdiff_t(size_of(out_type));
+    const char* o = static_cast<const char*>(out) + (row * columns + panel * PANEL) * size;
+    for (int r = 0; r < rows; r++, o += columns * size) {
+      for (ptrdiff_t i = 0; i < PANEL * size; i += 64) prefetch_to_write(o + i);
+      if (residual)
+        for (int i = 0; i < PANEL; i += 16)
+          __builtin_prefetch(residual + (row + r) * columns + panel * PANEL + i);
+    }
+  }
 
   // acc [rows, PANEL] of panel `panel`, rows from `row` on
   void store(const float* acc, int64_t row, int rows, int64_t panel) const {

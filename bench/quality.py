@@ -2,6 +2,7 @@
 
     python -m bench.quality [--variant bfloat16 stored int8] [--text sonnets gsm8k humaneval]
         [--model DIRECTORY] [--output FILE]
+    python -m bench.quality --variant float32 --add-to bench/results/quality.json
     python -m bench.quality --render
 
 perplexity   of each text, in sliding windows through the engine: a token is scored once, with at
@@ -18,6 +19,9 @@ the quantised weights of a GGUF file, such as the demo model's; float32 and bflo
 them; int8 and int4 quantise what bfloat16 computes with. A variant that ends in -shuffled is the
 same model with its channels in another order (bench/shuffled.py): what the format costs where the
 weights were not quantised before.
+
+--add-to measures some variants again, or new ones, beside those of an earlier result: the first one
+is asked again too, as its answers are needed, and must say what it said then.
 
 --render writes README's table from bench/results/quality.json.
 """
@@ -41,6 +45,7 @@ from bench import chats
 from bench.compare import machine
 from bench.compare.peers import ROOT
 from bench.model_dir import write_directory
+from bench.quality_results import added, require_same
 from bench.shuffled import WEIGHTS, write_shuffled
 from xylite import EngineConfig, SamplingParams, TextEngine
 from xylite.errors import ConfigError
@@ -282,12 +287,18 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines.append("| " + " | ".join(cells) + " |" * (8 - len(cells)))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     cpu = f"{result['machine']['cpu']} ({', '.join(result['machine']['flags'])})"
+    runs = "".join(
+        f" {variant}: `{run['command']}`, {run['date'].partition('T')[0]}, commit "
+        f"{run['commit'] or 'unknown'}."
+        for variant, found in result["variants"].items()
+        if (run := found.get("run"))
+    )
     return "\n".join(lines) + (
         f"\n\nModel {result['model']}: {tokens:,} tokens of {', '.join(result['texts'])} in "
         f"windows of {result['window']}, {result['prompts']} greedy answers, "
         f"{result['questions']} chats of {result['answer_tokens']} tokens. "
         f"`{result['command']}`, {result['date'].partition('T')[0]}, "
-        f"commit {result['commit'] or 'unknown'}, {cpu}, {versions}.\n"
+        f"commit {result['commit'] or 'unknown'}, {cpu}, {versions}.{runs}\n"
     )
 
 
@@ -321,12 +332,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--questions", type=int, default=len(chats.QUESTIONS), help="chats, of those there are")
     add("--answer-tokens", type=int, default=32, help="of a chat's answer at most")
     add("--output", type=Path, help="JSON file")
+    add("--add-to", type=Path, help="an earlier JSON file, to which the variants are added")
     add("--render", action="store_true", help="only write README's table from the last result")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 2 if no variant is there."""
+    """0; 2 if no variant is there, or an earlier result cannot be added to."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
@@ -338,6 +350,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     shuffled = [v for v in args.variant if v.endswith(SHUFFLED)]
     if shuffled and args.model is not None and not (args.model / WEIGHTS).is_file():
         parser.error(f"{shuffled[0]} needs a directory with {WEIGHTS}, got {args.model}")
+    about = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": "python -m bench.quality " + shlex.join(map(_without_folder, words)),
+        "model": args.model.name if args.model else "demo",
+        "texts": args.text,
+        "window": args.window,
+        "stride": args.stride,
+        "prompts": args.prompts,
+        "new_tokens": args.new_tokens,
+        "questions": args.questions,
+        "answer_tokens": args.answer_tokens,
+        "versions": {n: metadata.version(n) for n in ("xylite", "torch", "numpy")},
+        "commit": machine.commit(ROOT),
+        "machine": machine.describe(),
+    }
+    old = None
+    if args.add_to is not None:
+        old = json.loads(args.add_to.read_text())
+        first = old["compared_with"]
+        args.variant = [first, *(v for v in args.variant if v != first)]
+        try:
+            require_same(old, {**about, "compared_with": first})
+        except ValueError as e:
+            parser.error(f"{args.add_to}: {e}")
+    found = _asked(args)
+    if not found:
+        return 2
+    first = next(iter(found.values()))
+    figures = {
+        variant: {"settings": VARIANTS[variant], **compared(a, first)}
+        for variant, a in found.items()
+    }
+    print(table(figures))
+    result = {**about, "compared_with": next(iter(found)), "variants": figures}
+    if old is not None:
+        try:
+            _write(args.add_to, added(old, result, VARIANTS))
+        except ValueError as e:
+            print(f"{args.add_to} stays as it is: {e}", file=sys.stderr)
+            return 2
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        _write(args.output, result)
+    return 0
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Answers]:
+    """What each variant says; those that the device lacks are named and left out."""
     found: dict[str, Answers] = {}
     for variant in args.variant:
         start = time.perf_counter()
@@ -350,35 +410,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"left out: {variant}: {e}", file=sys.stderr)
             continue
         print(f"{variant}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    if not found:
-        return 2
-    first = next(iter(found.values()))
-    figures = {
-        variant: {"settings": VARIANTS[variant], **compared(a, first)}
-        for variant, a in found.items()
-    }
-    print(table(figures))
-    if args.output is not None:
-        result = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": "python -m bench.quality " + shlex.join(map(_without_folder, words)),
-            "model": args.model.name if args.model else "demo",
-            "texts": args.text,
-            "window": args.window,
-            "stride": args.stride,
-            "prompts": args.prompts,
-            "new_tokens": args.new_tokens,
-            "questions": args.questions,
-            "answer_tokens": args.answer_tokens,
-            "versions": {n: metadata.version(n) for n in ("xylite", "torch", "numpy")},
-            "commit": machine.commit(ROOT),
-            "machine": machine.describe(),
-            "compared_with": next(iter(found)),
-            "variants": figures,
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return found
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -115,6 +115,64 @@ def test_a_format_that_the_device_lacks_is_left_out(
     assert quality.main(["--variant", "int4"]) == 2
 
 
+def said(monkeypatch: pytest.MonkeyPatch, **logprobs: float) -> list[str]:
+    """Let each variant score its only token so; the list gets the variants that are asked."""
+    asked: list[str] = []
+
+    async def answers(variant: str, args: argparse.Namespace, first: Answers | None) -> Answers:
+        asked.append(variant)
+        return Answers({"t": [Scored(logprobs[variant], 5)]}, [(1, 2)], NO_CHATS)
+
+    monkeypatch.setattr(quality, "answers", answers)
+    return asked
+
+
+def test_a_variant_is_added_to_an_earlier_result_with_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "q.json"
+    asked = said(monkeypatch, bfloat16=-1.0, int8=-2.0, float32=-0.9)
+    assert quality.main(["--variant", "bfloat16", "int8", "--output", str(path)]) == 0
+    before = json.loads(path.read_text())
+    asked.clear()
+    assert quality.main(["--variant", "float32", "--add-to", str(path)]) == 0
+    assert asked == ["bfloat16", "float32"]
+    after = json.loads(path.read_text())
+    assert list(after["variants"]) == ["bfloat16", "float32", "int8"]
+    ours = after["variants"].pop("float32")
+    assert ours["texts"]["t"]["ratio"] == pytest.approx(math.exp(-0.1), abs=1e-4)
+    assert ours["run"]["command"].startswith("python -m bench.quality --variant float32 --add-to")
+    assert {**before, "variants": 0} == {**after, "variants": 0}
+    assert after["variants"] == before["variants"]
+    text = quality.markdown(json.loads(path.read_text()))
+    assert f" float32: `{ours['run']['command']}`, {ours['run']['date'][:10]}, commit" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "told", "num_asked"),
+    [
+        (["--window", "2048"], -1.0, "window differs: 1024 there, 2048 here", 0),
+        ([], -1.01, "bfloat16 has a perplexity of 2.7456 on t now, and had 2.7183", 2),
+    ],
+)
+def test_what_was_measured_otherwise_is_not_added_to(
+    words: list[str], first: float, told: str, num_asked: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    path = tmp_path / "q.json"
+    said(monkeypatch, bfloat16=-1.0)
+    assert quality.main(["--variant", "bfloat16", "--output", str(path)]) == 0
+    before = path.read_text()
+    asked = said(monkeypatch, bfloat16=first, int8=-2.0)
+    try:
+        code = quality.main(["--variant", "int8", "--add-to", str(path), *words])
+    except SystemExit as e:
+        code = e.code
+    assert code == 2 and len(asked) == num_asked
+    assert told in capsys.readouterr().err
+    assert path.read_text() == before
+
+
 def test_a_file_cannot_be_shuffled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         quality.main(["--variant", "int4-shuffled", "--model", str(tmp_path / "m.gguf")])

@@ -365,15 +365,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": machine.commit(ROOT),
         "machine": machine.describe(),
     }
-    old = None
-    if args.add_to is not None:
-        old = json.loads(args.add_to.read_text())
+    add_to: Path | None = args.add_to
+    old = None if add_to is None else json.loads(add_to.read_text())
+    if old is not None:
         first = old["compared_with"]
         args.variant = [first, *(v for v in args.variant if v != first)]
         try:
             require_same(old, {**about, "compared_with": first})
         except ValueError as e:
-            parser.error(f"{args.add_to}: {e}")
+            parser.error(f"{add_to}: {e}")
     found = _asked(args)
     if not found:
         return 2
@@ -384,11 +384,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(table(figures))
     result = {**about, "compared_with": next(iter(found)), "variants": figures}
-    if old is not None:
+    if add_to is not None and old is not None:
         try:
-            _write(args.add_to, added(old, result, VARIANTS))
+            _write(add_to, added(old, result, VARIANTS))
         except ValueError as e:
-            print(f"{args.add_to} stays as it is: {e}", file=sys.stderr)
+            print(f"{add_to} stays as it is: {e}", file=sys.stderr)
             return 2
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,37 @@ def test_rope_append_turns_heads_and_fills_the_slots(
         assert torch.equal(v, theirs.v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "rot", "norm"), [(64, 64, False), (96, 20, True)])
+def test_rope_append_of_many_tokens_is_that_of_each(
+    ops: Ops, dim: int, rot: int, norm: bool, dtype: torch.dtype
+) -> None:
+    """Rows in neighbouring slots are written together, wherever in a block they begin."""
+    num_kv, group, size, tokens = 2, 3, 64, 150
+    q_norm, k_norm = (some(dim, seed=7), some(dim, seed=8)) if norm else (None, None)
+    rope, qkv = table_of_turns(300, rot), some(tokens, (num_kv * group + 2 * num_kv) * dim)
+    positions = torch.arange(tokens).int()
+
+    def run(rows: slice, slots: Tensor, kv: DenseKV) -> Tensor:
+        q, _ = ops.qk_norm_rope_append(
+            qkv[rows], positions[rows], rope, kv, slots[rows],
+            q_norm=q_norm, k_norm=k_norm, eps=1e-5,
+        )  # fmt: skip
+        return q.view(num_kv, -1, group, dim)
+
+    for first, gaps in ((0, ()), (9, ()), (64, (3, 40, 41, 99))):
+        slots = (first + torch.arange(tokens)).int()
+        slots[list(gaps)] = -1
+        whole = DenseKV(*(torch.zeros(4, num_kv, size, dim, dtype=dtype) for _ in "kv"))
+        single = DenseKV(*(torch.zeros(4, num_kv, size, dim, dtype=dtype) for _ in "kv"))
+        q = run(slice(None), slots, whole)
+        each = [run(slice(t, t + 1), slots, single) for t in range(tokens)]
+        assert torch.equal(q, torch.cat(each, 1))
+        assert torch.equal(whole.k, single.k)
+        assert torch.equal(whole.v, single.v)
+        assert whole.k.count_nonzero() == (tokens - len(gaps)) * num_kv * dim
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_move_slots_reads_all_before_it_writes_any(ops: Ops, dtype: torch.dtype) -> None:
     num_kv, size, dim = 2, 32, 32

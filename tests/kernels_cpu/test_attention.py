@@ -133,12 +133,14 @@ def test_any_mix_of_stages_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(
+    ("heads", "size", "window"), [((2, 3), 64, 0), ((2, 3), 64, 300), ((1, 7), 96, 0)]
+)
 def test_a_result_depends_neither_on_the_batch_nor_on_cuts(
-    ops: Ops, window: int, dtype: torch.dtype
+    ops: Ops, heads: tuple[int, int], size: int, window: int, dtype: torch.dtype
 ) -> None:
     """Bit for bit, at every dtype."""
-    heads, dim, size = (2, 3), 64, 64
+    dim = 64
     table = token_table(MIX, size)
     values = values_of(table, heads, dim, dtype)
     kind = AttentionKind(0, 0.125, window)

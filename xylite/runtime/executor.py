@@ -130,12 +130,12 @@ class Executor:
         accepted = self._verify(table, ids)
         self._last_ids = ids.to(torch.int32)
         self._count(table, ids, accepted)
-        if step.compact:
+        if step.compact and accepted is not None:
             self._compact(step, accepted)
         logprobs = None if raw is None else logprobs_of(raw, ids, table.num_logprobs)
         return StepResult(
             ids=_numpy(self._last_ids),
-            accepted=_numpy(accepted),
+            accepted=np.ones(len(ids), np.bool_) if accepted is None else _numpy(accepted),
             finite=_finite(step, _numpy(sane), _numpy(sane_rows)),
             logprobs=_joined([logprobs]) if logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs(step, hidden),
@@ -223,7 +223,7 @@ class Executor:
             # By numpy: each call of torch gives up the interpreter's lock, and the event loop,
             # which has just been handed a result, would take it from an idle device.
             rows = carry.numpy()
-            drawn = last.numpy()[rows.clip(0, last.shape[0] - 1)]
+            drawn = last.numpy().take(rows, mode="clip")
             return torch.from_numpy(np.where(rows >= 0, drawn, tokens.numpy()))
         rows = carry.clamp(min=0, max=last.shape[0] - 1)
         return torch.where(carry >= 0, last[rows], tokens)
@@ -257,9 +257,10 @@ class Executor:
             greedy=not hot.any(),
         )
 
-    def _verify(self, table: SampleTable, ids: Tensor) -> Tensor:
+    def _verify(self, table: SampleTable, ids: Tensor) -> Tensor | None:
+        """Which rows are accepted; None without drafts: all are."""
         if not (table.parent >= 0).any():
-            return torch.ones(ids.shape[0], dtype=torch.bool, device=self._device)
+            return None
         put = self._put_all(
             {"parent": table.parent, "draft_token": table.draft_token, "depth": table.depth}
         )
@@ -307,12 +308,14 @@ class Executor:
         self._state = SamplerState(in_prompt, count)
         return self._state
 
-    def _count(self, table: SampleTable, ids: Tensor, accepted: Tensor) -> None:
-        """Add accepted tokens to the counts of their sequences."""
+    def _count(self, table: SampleTable, ids: Tensor, accepted: Tensor | None) -> None:
+        """Add accepted tokens (None: all) to the counts of their sequences."""
         if self._state is None or not (table.state_row >= 0).any():
             return
         row = self._put(table.state_row).long()
-        counts = accepted & (row >= 0)
+        counts = row >= 0
+        if accepted is not None:
+            counts &= accepted
         one = torch.ones((), dtype=torch.int32, device=self._device)
         self._state.count.index_put_((row[counts], ids[counts]), one, accumulate=True)
 

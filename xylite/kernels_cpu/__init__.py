@@ -3,6 +3,7 @@
     src/vec.h          vectors of the machine's width; AVX-512, AVX2, NEON or what the compiler has
     src/mm.h           the register tile that linear layers and attention share
     src/linear.cpp     packed panels, any number of rows; src/quant.cpp the same in 8 and 4 bits
+    src/compact.h      panels of bf16 weights in 12 bits a weight, exactly
     src/attention.cpp  task table and blocked KV; src/elementwise.cpp what lies between
     src/pool.h         threads that stay
     build.py           compiler, cache; library.py ctypes; packed.py, blocks.py weights
@@ -14,7 +15,9 @@ threads take in the table's order.
 
 Kept because `bench/ops` showed a gain: bf16 by the processor's own dot product where that is
 faster than widening to float32 (measured at first start); fetching the next panel while one is
-multiplied (8 to 64 rows); fetching 8 KiB ahead in a weight that is read once (1 to 8 rows); huge
+multiplied (8 to 64 rows); bf16 weights in 12 bits, unpacked by the first tile that needs them (a
+fifth of a step's time where reading the weights is what takes long, 1 to 8 rows; from 32 rows on it
+neither gains nor costs); fetching 8 KiB ahead in a weight that is read once (1 to 8 rows); huge
 pages; keys stored by dimension and values by pairs of tokens, as the tiles read them; rows handed
 over in bf16 where the next product rounds them anyway; one struct for a call's arguments. Without
 effect: pinning allocator thresholds (no page faults are left), larger cache blocks.

@@ -16,9 +16,10 @@ from typing import Any, Final
 P, I32, I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 # Types of elements, and how a weight (or a KV tile) of a type is multiplied. BF16 widens in
-# registers and computes in float32; BF16_DOT uses the machine's bf16 dot product.
+# registers and computes in float32; BF16_DOT uses the machine's bf16 dot product, BF16_COMPACT too,
+# on compact panels.
 T_F32, T_BF16, T_F16 = 0, 1, 2
-K_F32, K_F16, K_BF16, K_BF16_DOT = 0, 1, 2, 3
+K_F32, K_F16, K_BF16, K_BF16_DOT, K_BF16_COMPACT = 0, 1, 2, 3, 4
 ACT: Final = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 # Entry points that are called in every step take one struct: to pack it costs a tenth of what
@@ -32,10 +33,13 @@ _STRUCTS: Final = {
     "xl_attention": "23q2d10q",
     "xl_gather": "7q",
     "xl_quant_gather": "11q",
+    "xl_compact_gather": "6q",
 }
 # The others take their arguments one by one, after the pool.
 _SIGNATURES: Final[dict[str, Sequence[Any]]] = {
     "xl_pack": (I32, P, I64, I64, I32, P),
+    "xl_compact_plan": (P, I64, I64, I32, P),
+    "xl_compact_pack": (P, I64, I64, I32, P, P),
     "xl_quant_pack": (I32, I64, I32, P, P, P, I64, I64, I32, P),
     "xl_quant_from": (I32, P, I64, I64, I64, I32, P),
     "xl_move_slots": (P, P, I32, P, P, I64, I64, I64, I64),
@@ -79,6 +83,9 @@ class Kernels:
         self.pack = self._entry("xl_pack")
         self.gather = self._entry("xl_gather")
         self.linear = self._entry("xl_linear")
+        self.compact_plan = self._entry("xl_compact_plan")
+        self.compact_pack = self._entry("xl_compact_pack")
+        self.compact_gather = self._entry("xl_compact_gather")
         self.quant_pack = self._entry("xl_quant_pack")
         self.quant_from = self._entry("xl_quant_from")
         self.quant_gather = self._entry("xl_quant_gather")

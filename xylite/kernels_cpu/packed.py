@@ -11,6 +11,7 @@ from xylite.kernels_cpu import tuning
 from xylite.kernels_cpu.blocks import INT8, QuantFormat, Quantized, from_gguf, quantize_int4
 from xylite.kernels_cpu.library import (
     ACT,
+    K_BF16_COMPACT,
     K_BF16_DOT,
     T_BF16,
     T_F16,
@@ -31,6 +32,8 @@ _NAMES: Final[Mapping[torch.dtype, str]] = {
 _ROW_TYPES: Final = {t: TYPES[t] for t in (torch.float32, torch.bfloat16)}
 ARENA_BYTES: Final = 32 << 20
 HUGE_PAGE: Final = 2 << 20
+PANEL: Final = 32  # columns of a panel
+MOST_COMPACT: Final = 0.9  # of a plain weight's bytes, that compact panels may take
 
 
 @tree.node
@@ -41,6 +44,17 @@ class PackedLinear:
     gated    gate and up rows share a panel, for a linear with an activation
     experts  E; 0 = one weight
     """
+
+    data: Tensor
+    n: int = tree.static()
+    k: int = tree.static()
+    gated: bool = tree.static()
+    experts: int = tree.static(default=0)
+
+
+@tree.node
+class PackedCompact:
+    """A bf16 weight [N, K] in compact panels (src/compact.h), or E of them; data is 1-D uint8."""
 
     data: Tensor
     n: int = tree.static()
@@ -117,11 +131,13 @@ class Packer:
         self._seen.add(kind)
         self.rows = torch.bfloat16 if self._seen == {K_BF16_DOT} else torch.float32
 
-    def pack(self, w: Tensor, gated: bool = False) -> PackedLinear | Tensor:
+    def pack(self, w: Tensor, gated: bool = False) -> PackedLinear | PackedCompact | Tensor:
         """A weight [N, K] or [E, N, K] in its own dtype; itself if no kernel has that dtype."""
         self._packs(self.kinds.get(w.dtype))
         if w.dtype not in TYPES:
             return w
+        if self.kinds[w.dtype] == K_BF16_DOT and (compact := self._compact(w, gated)) is not None:
+            return compact
         n, k = w.shape[-2:]
         each = self.kernels.packed_bytes(TYPES[w.dtype], n, k, gated)
         parts = w.reshape(-1, n, k)
@@ -131,6 +147,23 @@ class Packer:
             to = data.data_ptr() + i * each
             self.kernels.pack(TYPES[w.dtype], part.data_ptr(), n, k, gated, to)
         return PackedLinear(data.view(w.dtype), n, k, gated, w.shape[0] if w.ndim == 3 else 0)
+
+    def _compact(self, w: Tensor, gated: bool) -> PackedCompact | None:
+        """The weight in compact panels; None if they would take nearly as much as plain ones."""
+        n, k = w.shape[-2:]
+        parts = [part.contiguous() for part in w.reshape(-1, n, k)]
+        plain = self.kernels.packed_bytes(T_BF16, n, k, gated)
+        starts = torch.empty(len(parts), -(-n // PANEL) + 1, dtype=torch.int64)
+        for part, at in zip(parts, starts, strict=True):
+            self.kernels.compact_plan(part.data_ptr(), n, k, gated, at.data_ptr())
+        each = int(starts[:, -1].max())
+        if each > MOST_COMPACT * plain:
+            return None
+        data = self._arena.take(each * len(parts))
+        for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
+            to = data.data_ptr() + i * each
+            self.kernels.compact_pack(part.data_ptr(), n, k, gated, at.data_ptr(), to)
+        return PackedCompact(data, n, k, gated, w.shape[0] if w.ndim == 3 else 0)
 
     def quantize(self, w: Tensor, gated: bool = False) -> PackedQuant:
         """A weight [N, K] or [E, N, K] in 8 bits, turned, each group's largest magnitude at 127."""
@@ -176,7 +209,7 @@ class Packer:
             )  # fmt: skip
         return PackedQuant(data, n, k, gated, form, experts)
 
-    def gather(self, w: PackedLinear | PackedQuant, ids: Tensor) -> Tensor:
+    def gather(self, w: PackedLinear | PackedCompact | PackedQuant, ids: Tensor) -> Tensor:
         """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
         out = self.empty[torch.float32]((ids.shape[0], w.k))
         ids = ids.to(torch.int32).contiguous()
@@ -185,6 +218,8 @@ class Packer:
             f = w.format
             form = f.bits, f.group, f.has_min, f.zero, f.turned
             self.kernels.quant_gather(*form, w.data.data_ptr(), *where)
+        elif isinstance(w, PackedCompact):
+            self.kernels.compact_gather(w.data.data_ptr(), *where)
         else:
             self.kernels.gather(TYPES[w.data.dtype], w.data.data_ptr(), *where)
         return out
@@ -192,7 +227,7 @@ class Packer:
     def multiply(
         self,
         x: Tensor,
-        w: PackedLinear | PackedQuant,
+        w: PackedLinear | PackedCompact | PackedQuant,
         bias: Tensor | None,
         residual: Tensor | None,
         act: str | None,
@@ -225,12 +260,15 @@ class Packer:
             f = w.format
             self.kernels.quant_linear(f.bits, f.group, f.has_min, f.zero, f.turned, *rest)
         else:
-            self.kernels.linear(self.kinds[w.data.dtype], *rest)
+            compact = isinstance(w, PackedCompact)
+            self.kernels.linear(K_BF16_COMPACT if compact else self.kinds[w.data.dtype], *rest)
         return out
 
 
-def format_of(w: PackedLinear | PackedQuant) -> str:
-    """How a weight is stored: bf16, or int8-64 for 8 bits in groups of 64."""
+def format_of(w: PackedLinear | PackedCompact | PackedQuant) -> str:
+    """How a weight is multiplied: bf16, or int8-64 for 8 bits in groups of 64."""
+    if isinstance(w, PackedCompact):
+        return _NAMES[torch.bfloat16]
     if isinstance(w, PackedLinear):
         return _NAMES[w.data.dtype]
     return f"int{w.format.bits}-{w.format.group}{'-min' if w.format.has_min else ''}"

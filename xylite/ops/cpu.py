@@ -36,6 +36,7 @@ from xylite.kernels_cpu.library import (
 )
 from xylite.kernels_cpu.packed import (
     TYPES,
+    PackedCompact,
     PackedLinear,
     PackedQuant,
     Packer,
@@ -65,7 +66,7 @@ TILE_CLASSES: Final = (12, 96)
 MAX_CLASSES: Final = 4  # of attention.cpp
 HAS_DOT: Final = ("avx512bf16",)  # instruction sets with a bf16 dot product
 
-Packed = PackedLinear | PackedQuant
+Packed = PackedLinear | PackedCompact | PackedQuant
 
 
 class _Table:

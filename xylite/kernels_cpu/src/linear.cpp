@@ -3,6 +3,7 @@
 // Packed weights [N, K]: panels of 32 columns of the result, each [steps, 32, LANE] contiguous, so
 // that a panel is read as one stream and serves every M. The columns past N and k past K are 0.
 #include "api.h"
+#include "compact.h"
 #include "mm.h"
 #include "panels.h"
 #include "rows.h"
@@ -14,12 +15,78 @@ struct Weights {
   int64_t n, k;
 };
 
+// Multiplies rows with a panel, a tile after the other; each block of k begins with tile 0.
 template <class T>
+struct PlainReader {
+  const typename T::B* b;
+
+  PlainReader(const void* weight, int64_t panel, int64_t steps, void*, bool)
+      : b(static_cast<const typename T::B*>(weight) + panel * steps * PANEL * T::LANE) {}
+
+  // c [count, PANEL] (+)= a * steps [s, s + n) of the panel; `t` of `tiles` tiles
+  void tile(const typename T::A* a, ptrdiff_t lda, float* c, int count, int64_t s, int64_t n,
+            int64_t t, int64_t tiles) {
+    // The next bytes of the weight: far enough ahead in this stream if it is read but once, else
+    // the next block of k (or the next panel), a share of it by each tile.
+    constexpr ptrdiff_t step_bytes = PANEL * T::LANE * ptrdiff_t(sizeof(typename T::B));
+    const char* here = reinterpret_cast<const char*>(b + s * PANEL * T::LANE);
+    Ahead ahead{here + STREAM_AHEAD, step_bytes, 64};
+    if (tiles > 1) {
+      const ptrdiff_t advance = (step_bytes + tiles - 1) / tiles;
+      ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
+    }
+    for (int j = 0; j < PANEL; j += COLS)
+      TILES<T>.tile[count](a, lda, b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,
+                           s > 0, ahead);
+  }
+};
+
+template <class T, bool COMPACT>
+struct PanelReader {
+  using type = PlainReader<T>;
+};
+
+#if defined(__AVX512BF16__)
+
+// Tile 0 unpacks as it multiplies, and keeps the block for the others.
+struct CompactReader {
+  Groups groups;
+  uint16_t* kept;
+  const bool keeps;
+
+  CompactReader(const void* weight, int64_t panel, int64_t steps, void* room, bool has_more)
+      : groups(panel_at(weight, panel), steps / GROUP_STEPS),
+        kept(static_cast<uint16_t*>(room)),
+        keeps(has_more) {}
+
+  void tile(const uint16_t* a, ptrdiff_t lda, float* c, int count, int64_t s, int64_t n, int64_t t,
+            int64_t tiles) {
+    if (t == 0) {
+      const UnpackingTile f = keeps ? UNPACKING<true>.tile[count] : UNPACKING<false>.tile[count];
+      f(a, lda, groups, c, PANEL, n / GROUP_STEPS, s > 0, kept);
+      return;
+    }
+    const ptrdiff_t advance = (SMALL / GROUP_STEPS + tiles - 2) / (tiles - 1);
+    const Ahead ahead{groups.at + (t - 1) * n * advance, advance, 64, false};
+    TILES<BF16Dot>.tile[count](a, lda, kept, STEP_WEIGHTS, c, PANEL, n, s > 0, ahead);
+  }
+};
+
+template <>
+struct PanelReader<BF16Dot, true> {
+  using type = CompactReader;
+};
+
+#endif
+
+// COMPACT: the weight's panels are those of compact.h.
+template <class T, bool COMPACT = false>
 static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, int64_t m,
                      const Epilogue& out, int64_t panels, const Tuning& tune) {
   using A = typename T::A;
   constexpr int a_type = sizeof(A) == 4 ? T_F32 : T_BF16;
-  const int64_t padded = (w.k + T::STEP - 1) / T::STEP * T::STEP;
+  constexpr int unit_k = COMPACT ? GROUP_K : T::STEP;
+  const int64_t padded = (w.k + unit_k - 1) / unit_k * unit_k;
   const int64_t row_bytes = padded * int64_t(sizeof(A));
 
   // The rows as the kernel reads them. Rows a multiple of 4 KiB apart would share cache sets.
@@ -48,18 +115,22 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
   const int64_t step_bytes = PANEL * T::LANE * int64_t(sizeof(typename T::B));
   int64_t k_blocks = 1;
   if (m > MAX_ROWS) k_blocks = (steps * step_bytes + tune.panel_bytes - 1) / tune.panel_bytes;
-  const int64_t k_steps = (steps + k_blocks - 1) / k_blocks;
-  const size_t acc_rows = size_t(k_blocks > 1 ? block : MAX_ROWS);
-  pool.reserve(acc_rows * PANEL * sizeof(float));
+  int64_t k_steps = (steps + k_blocks - 1) / k_blocks;
+  if (COMPACT) k_steps = (k_steps + GROUP_STEPS - 1) / GROUP_STEPS * GROUP_STEPS;
+  const size_t acc_bytes = size_t(k_blocks > 1 ? block : MAX_ROWS) * PANEL * sizeof(float);
+  // An unpacked block of a panel, for all tiles but the first.
+  const size_t kept_bytes = COMPACT && m > MAX_ROWS ? size_t(k_steps * step_bytes) : 0;
+  pool.reserve(acc_bytes + kept_bytes);
 
   pool.each(blocks * panels, [&](int64_t unit, int thread) {
     const int64_t panel = unit % panels;
     const int64_t m0 = unit / panels * block;
     if (m0 >= m) return;  // rounding up may leave the last block empty
     const int64_t rows = m - m0 < block ? m - m0 : block;
-    const auto* b = static_cast<const typename T::B*>(w.data) + panel * steps * PANEL * T::LANE;
-    float* acc = static_cast<float*>(pool.scratch(thread, acc_rows * PANEL * sizeof(float)));
+    float* acc = static_cast<float*>(pool.scratch(thread, acc_bytes + kept_bytes));
     const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    using Reader = typename PanelReader<T, COMPACT>::type;
+    Reader reader(w.data, panel, steps, reinterpret_cast<char*>(acc) + acc_bytes, tiles > 1);
     for (int64_t s = 0; s < steps; s += k_steps) {
       const int64_t n = steps - s < k_steps ? steps - s : k_steps;
       const bool last = s + n == steps;
@@ -67,38 +138,12 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
         const int64_t r = rows * t / tiles;
         const int count = int(rows * (t + 1) / tiles - r);
         float* c = acc + (k_blocks > 1 ? r : 0) * PANEL;
-        // The next bytes of the weight: far enough ahead in this stream if it is read but once,
-        // else the next block of k (or the next panel), a share of it by each tile.
-        const char* here = reinterpret_cast<const char*>(b + s * PANEL * T::LANE);
-        Ahead ahead{here + STREAM_AHEAD, step_bytes, 64};
-        if (tiles > 1) {
-          const int64_t advance = (step_bytes + tiles - 1) / tiles;
-          ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
-        }
         if (last) out.fetch(m0 + r, count, panel);
-        for (int j = 0; j < PANEL; j += COLS)
-          TILES<T>.tile[count](a + (m0 + r) * lda + s * T::STEP, lda,
-                               b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,
-                               s > 0, ahead);
+        reader.tile(a + (m0 + r) * lda + s * T::STEP, lda, c, count, s, n, t, tiles);
         if (last) out.store(c, m0 + r, count, panel);
       }
     }
   });
-}
-
-template <class E, int LANE>
-static void pack_panel(const E* src, int64_t n, int64_t k, bool gated, int64_t panel, E* dst) {
-  const int64_t steps = (k + LANE - 1) / LANE;
-  for (int col = 0; col < PANEL; col++) {
-    const int64_t row = row_of(panel, col, n, gated);
-    const E* s = src + (row < 0 ? 0 : row) * k;
-    E* d = dst + col * LANE;
-    for (int64_t i = 0; i < steps; i++, d += PANEL * LANE)
-      for (int l = 0; l < LANE; l++) {
-        const int64_t at = i * LANE + l;
-        d[l] = row >= 0 && at < k ? s[at] : E(0);
-      }
-  }
 }
 
 }  // namespace xl
@@ -179,6 +224,8 @@ XL_API int xl_linear(Pool* pool, const LinearCall* call) {
 #if defined(__AVX512BF16__)
       case K_BF16_DOT:
         return multiply<BF16Dot>(*pool, weights, x, x_type, p.m, e, panels, tune);
+      case K_BF16_COMPACT:
+        return multiply<BF16Dot, true>(*pool, weights, x, x_type, p.m, e, panels, tune);
 #endif
       default:
         throw Unsupported();

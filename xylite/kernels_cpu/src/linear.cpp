@@ -138,9 +138,9 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
         const int64_t r = rows * t / tiles;
         const int count = int(rows * (t + 1) / tiles - r);
         float* c = acc + (k_blocks > 1 ? r : 0) * PANEL;
-        if (last) out.fetch(m0 + r, count, panel);
+        if (last) fetch_result(out, m0 + r, count, panel);
         reader.tile(a + (m0 + r) * lda + s * T::STEP, lda, c, count, s, n, t, tiles);
-        if (last) out.store(c, m0 + r, count, panel);
+        if (last) store_result(out, c, m0 + r, count, panel);
       }
     }
   });

@@ -264,13 +264,13 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
         }
         float* c = acc + (parts > 1 ? r : 0) * PANEL;
         const QuantTile tile = quant_tile_of(f.bits, count);
-        if (g + n == groups) out.fetch(m0 + r, count, panel);
+        if (g + n == groups) fetch_result(out, m0 + r, count, panel);
         for (int j = 0; j < PANEL; j += COLS)
           tile(x_rows, here, f, j, c + j, n, g > 0, soon, advance);
         if (g + n < groups) continue;
         if (t == 0) dequantize_listed(f, b, a, unit / panels, columns);  // it is in cache now
         for (int i = 0; i < count; i++) add_outliers(a, m0 + r + i, columns, c + i * PANEL);
-        out.store(c, m0 + r, count, panel);
+        store_result(out, c, m0 + r, count, panel);
       }
     }
   });

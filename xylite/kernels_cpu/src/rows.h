@@ -61,14 +61,6 @@ static inline void convert_row(const void* src, int from, void* dst, int to, ptr
   for (; i < padded; i++) store_one(dst, i, to, 0.0f);
 }
 
-static inline void prefetch_to_write(const void* p) {
-#if defined(XL_AVX512) || defined(XL_AVX2)  // the compiler would need a flag of its own for this
-  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
-#else
-  __builtin_prefetch(p, 1, 3);
-#endif
-}
-
 // Where a linear's result goes. Columns are those of the result: with an activation, F of N = 2 F.
 struct Epilogue {
   void* out;
@@ -79,28 +71,10 @@ struct Epilogue {
   int act;
   float cap;
 
-  // Asks for the lines that `store` is going to write and to add: each row has others. The few
-  // bytes of a gated result are not worth it.
-  void fetch(int64_t row, int rows, int64_t panel) const {
-    if (act) return;
-    const ptrdiff_t size = ptrdiff_t(size_of(out_type));
-    const char* o = static_cast<const char*>(out) + (row * columns + panel * PANEL) * size;
-    for (int r = 0; r < rows; r++, o += columns * size) {
-      for (ptrdiff_t i = 0; i < PANEL * size; i += 64) prefetch_to_write(o + i);
-      if (residual)
-        for (int i = 0; i < PANEL; i += 16)
-          __builtin_prefetch(residual + (row + r) * columns + panel * PANEL + i);
-    }
-  }
-
   // acc [rows, PANEL] of panel `panel`, rows from `row` on
   void store(const float* acc, int64_t row, int rows, int64_t panel) const {
     const int width = act ? PANEL / 2 : PANEL;
     const int64_t first = panel * width;
-    if (!bias && cap == 0.0f && first + width <= columns) {
-      const int64_t at = row * columns + first;
-      return act ? store_whole<true>(acc, at, rows) : store_whole<false>(acc, at, rows);
-    }
     for (int r = 0; r < rows; r++, acc += PANEL) {
       const int64_t base = (row + r) * columns;
       for (int j = 0; j < width && first + j < columns; j += W) {
@@ -124,20 +98,6 @@ struct Epilogue {
   }
 
  private:
-  // The usual case, without the questions: a whole panel, neither bias nor cap.
-  template <bool GATED>
-  void store_whole(const float* acc, int64_t at, int rows) const {
-    constexpr int width = GATED ? PANEL / 2 : PANEL;
-    for (int r = 0; r < rows; r++, acc += PANEL, at += columns)
-#pragma GCC unroll 2
-      for (int j = 0; j < width; j += W) {
-        vf y = loadf(acc + j);
-        if constexpr (GATED) y = activate(y, act) * loadf(acc + PANEL / 2 + j);
-        if (residual) y = y + loadf(residual + at + j);
-        store_as(out, at + j, out_type, y);
-      }
-  }
-
   static vf some(const float* p, int n) { return n == W ? loadf(p) : load_some(p, 0, T_F32, n); }
 };
 

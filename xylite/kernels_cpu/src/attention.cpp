@@ -19,7 +19,7 @@
 namespace xl {
 
 constexpr int SEGMENT_KEYS = 512;
-constexpr int SCORES = SEGMENT_KEYS + W;  // of a row; not a power of 2: rows lie in other cache sets
+constexpr int SCORES = SEGMENT_KEYS + W;  // of a row; no power of 2, for the sake of cache sets
 constexpr int UNIT = 2 * COLS;            // keys that are read at once, at most
 constexpr float LOG2_E = 1.44269504f;
 
@@ -360,7 +360,8 @@ struct Attention {
             const int64_t core = (thread + k) % c.cores;
             for (int64_t i = c.classes - 1; i >= 0; i--) {
               const int32_t* start = c.core_start[i] + core;
-              for (int64_t n; (n = start[0] + (*j.next)[size_t(i * c.cores + core)]++) < start[1];) {
+              std::atomic<int64_t>& next = (*j.next)[size_t(i * c.cores + core)];
+              for (int64_t n; (n = start[0] + next++) < start[1];) {
                 const int32_t* task = c.tasks[i] + n * c.task_fields;
                 w.next.rows = 0;
                 if (n + 1 < start[1]) w.next = c.tile_of(task + c.task_fields);

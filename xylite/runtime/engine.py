@@ -211,7 +211,11 @@ class Engine:
         loop = asyncio.get_running_loop()
         while self._chores is not None and not self._wake.is_set():
             try:
-                if await loop.run_in_executor(self._device_thread, next, self._chores, self):
+                chore = loop.run_in_executor(self._device_thread, next, self._chores, self)
+            except RuntimeError:  # the interpreter ends, and the thread has before the engine
+                break
+            try:
+                if await chore:
                     self._chores = None  # none is left
             except Exception:  # noqa: BLE001 - what was to make requests quicker must not fail them
                 _log.exception("chores are given up")

@@ -9,7 +9,7 @@ Times are the least of many runs. The least that each op can take follows from i
 on a CPU its instructions on registers, and reading of memory and caches (bench/ops/peak.py);
 elsewhere, as in bench.ops. What a step can take at least is the sum over its ops.
 
-A whole step is run as the engine does it, few tokens as a replay. Ops are timed one by one, with
+A whole step is run as the engine does it, as a replay. Ops are timed one by one, with
 Python's call, so that their sum may be more than the whole.
 
 On a busy machine take --cpu-time: one thread, its processor time instead of the clock.

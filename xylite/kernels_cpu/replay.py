@@ -1,4 +1,4 @@
-"""Forward passes of few tokens, recorded once and replayed without the interpreter.
+"""Forward passes, recorded once and replayed without the interpreter.
 
 A layer makes eight calls; of a pass over one token, Python would take a third, and give up its
 lock to the event loop between any two of them. So the calls are recorded, with all their arguments,

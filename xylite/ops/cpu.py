@@ -1,12 +1,13 @@
 """The CPU: own kernels over threads, torch where no compiler is.
 
-Weights keep their type and are packed once, in panels that serve every number of tokens.
+Weights keep their values and are packed once, in panels that serve every number of tokens; bf16
+ones take 12 bits where the processor multiplies bf16 itself.
 Activations are float32, so bf16 weights lose nothing that bf16 arithmetic would keep. KV has the
 weights' type; a tile of it lies as the kernels read it, so only this table's functions may look
 inside a block (`kernels_cpu/src/attention.cpp` has the layout).
 
 A row's result does not depend on its batch, at any dtype: every sum runs over ascending k in one
-chain (linear layers), or in steps and segments counted from key 0 (attention), whatever the tiles,
+chain (linear layers), or in segments counted from key 0 (attention), whatever the tiles,
 the tasks and the threads are; and how a dtype is multiplied is chosen once, not per shape.
 """
 

@@ -169,7 +169,8 @@ def products(
              "attention", "gated_act")  # fmt: skip
     shapes = replace(table, **{name: getattr(recorder, name) for name in names})
     one = torch.empty(1, dtype=torch.int32, device="meta")
-    arrays: dict[str, Any] = {f.name: one for f in fields(Batch) if f.name != "tasks"}
+    skipped = ("tasks", "num_last")
+    arrays: dict[str, Any] = {f.name: one for f in fields(Batch) if f.name not in skipped}
     batch = Batch(**arrays)
     hidden, _ = family.forward(abstract, (None,) * spec.num_layers, batch, spec, shapes)
     recorder.most = MOST_LOGIT_ROWS

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,5 +132,5 @@ def on_device(
         "tokens", "positions", "slots", "seq_of", "q_start", "kv_len", "num_draft", "bias_start",
         "block_table", "tree_mask",
     )  # fmt: skip
-    arrays = {name: torch.from_numpy(getattr(table, name)).to(place) for name in names}
+    arrays: dict[str, Any] = {n: torch.from_numpy(getattr(table, n)).to(place) for n in names}
     return Batch(**arrays, tasks=lists)

@@ -38,6 +38,7 @@ from xylite import models
 from xylite import ops as tables
 from xylite.models import layers, weights
 from xylite.ops import Batch, KVCache, Ops
+from xylite.runtime.executor import LEAST_SPARED
 
 T = TypeVar("T")
 Seconds = Callable[[], float]
@@ -77,7 +78,11 @@ class Model:
         ops, place = self.ops, self.ops.device.torch_device
         table = batches.token_table(chunks, ops.device.block_size, np.random.default_rng(0))
         batch = batches.on_device(table, self.shape, ops.device, ops.device.block_size)
-        last = torch.from_numpy(table.logit_rows).long().to(place)
+        rows = table.logit_rows
+        if ops.last_rows is not None and len(table.tokens) - len(chunks) >= LEAST_SPARED:
+            batch = dataclasses.replace(batch, num_last=len(chunks))
+            rows = table.seq_of[rows]
+        last = torch.from_numpy(rows).long().to(place)
         greedy = sample_batch(len(last), place, hot=False, filtered=False)
 
         def step(other: Ops | None = None) -> None:

@@ -57,6 +57,32 @@ def test_replayed_passes_are_the_passes(
     assert mine.num_run < plain.num_run / 4, "most of the passes were to be replayed"
 
 
+@pytest.mark.parametrize("isa", names())
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "int8"),
+        (torch.float64, None),
+    ],
+)
+def test_last_tokens_asked_for_alone_are_those_of_the_whole_pass(
+    isa: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    mine = Passes(make(isa), dtype, quantization)
+    for _ in range(3):  # run, recorded, replayed
+        for neighbours in (0, 3, 1):
+            batch = mine.batch(0, 120, neighbours)
+            whole, _ = mine.forward(mine.kv, batch)
+            rows = whole[batch.q_start[1:].long() - 1]
+            assert mine.hidden(mine.kv, batch)[0].shape == whole.shape
+            asked = dataclasses.replace(batch, num_last=1 + neighbours)
+            hidden, _ = mine.hidden(mine.kv, asked)
+            exact = 0.0 if dtype is not torch.float64 else 1e-12  # float64 is torch's
+            torch.testing.assert_close(hidden, rows, rtol=exact, atol=exact)
+
+
 def test_what_outgrows_a_recording_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "LEAST_ROOM", 1)
     monkeypatch.setattr(replay, "_some_more", lambda n: max(n, 1))
@@ -215,10 +241,10 @@ def test_recordings_are_bounded_and_the_longest_unused_go(monkeypatch: pytest.Mo
     plain = Passes(plainly(make(names()[0])), torch.float32)
     mine.logits([1, 3])
     (passes,) = mine.ops.replayed._passes.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
-    assert list(passes.recorded) == [1, 2]
+    assert list(passes.recorded) == [(1, 0), (2, 0)]
     monkeypatch.setattr(replay, "MAX_BYTES", sum(r.calls.nbytes for r in passes.recorded.values()))
     mine.logits([1, 4])  # 1 is used again, 3 is new
-    assert list(passes.recorded) == [1, 3]
+    assert list(passes.recorded) == [(1, 0), (3, 0)]
     for cuts in SCHEDULES:
         assert torch.equal(mine.logits(cuts), plain.logits(cuts))
         assert len(passes.recorded) == 2

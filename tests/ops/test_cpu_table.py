@@ -82,7 +82,7 @@ class Run:
 
 
 def _without_tasks(table: TokenTable) -> Batch:
-    fields = [f.name for f in dataclasses.fields(Batch) if f.name != "tasks"]
+    fields = [f.name for f in dataclasses.fields(Batch) if f.name not in ("tasks", "num_last")]
     return Batch(**{n: torch.from_numpy(getattr(table, n)) for n in fields})
 
 

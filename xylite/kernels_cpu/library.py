@@ -31,6 +31,7 @@ _STRUCTS: Final = {
     "xl_add_rms_norm": "9qd",
     "xl_rope_append": "17qd",
     "xl_attention": "23q2d10q",
+    "xl_last_rows": "5q",
     "xl_gather": "7q",
     "xl_quant_gather": "11q",
     "xl_compact_gather": "6q",
@@ -92,6 +93,7 @@ class Kernels:
         self.quant_linear = self._entry("xl_quant_linear")
         self.add_rms_norm = self._entry("xl_add_rms_norm")
         self.rope_append = self._entry("xl_rope_append")
+        self.last_rows = self._entry("xl_last_rows")
         self.move_slots = self._entry("xl_move_slots")
         self.gated_act = self._entry("xl_gated_act")
         self.argmax = self._entry("xl_argmax")

@@ -117,16 +117,16 @@ class _Passes:
     cache     where its memory is, and of what shape
     latest    the object, which mostly is that of the pass before
     arrays    a batch, as the recordings read it
-    recorded  by number of tokens, the longest unused first
-    met       numbers of tokens that are recorded when they come up again
+    recorded  by numbers of tokens and of `num_last`, the longest unused first
+    met       such numbers that are recorded when they come up again
     """
 
     def __init__(self, cache: tuple[Any, ...]) -> None:
         self.cache = cache
         self.latest: Any = None
         self.arrays: dict[str, np.ndarray] = {}
-        self.recorded: dict[int, _Replayed] = {}
-        self.met: set[int] = set()
+        self.recorded: dict[tuple[int, int], _Replayed] = {}
+        self.met: set[tuple[int, int]] = set()
         self.foreign = False
 
     def fill(self, batch: Any) -> None:
@@ -180,7 +180,7 @@ class Replays:
         self._passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
 
     def __call__(self, forward: Forward, kv: Any, batch: Any) -> tuple[Tensor, Any]:
-        """forward(kv, batch), with its hidden states [T, C] and the cache to use next.
+        """forward(kv, batch), with its hidden states and the cache to use next.
 
         The hidden states last until the next pass. `forward` must be the same pass whenever it is
         a method of the same object, and write the cache in place. A function runs as it is: one
@@ -191,13 +191,14 @@ class Replays:
         if owner is None or not 0 < tokens <= MAX_TOKENS or batch.tree_mask.numel():
             return forward(kv, batch)
         passes = self._passes_of(owner, kv)
+        key = tokens, batch.num_last
         is_decode = batch.q_start.shape[0] == tokens + 1
         is_small = tokens <= (SMALL_DECODES if is_decode else SMALL)
-        if passes.foreign or not (is_small or tokens in passes.met):
-            passes.met.add(tokens)
+        if passes.foreign or not (is_small or key in passes.met):
+            passes.met.add(key)
             return forward(kv, batch)
         passes.fill(batch)
-        found = passes.recorded.pop(tokens, None)
+        found = passes.recorded.pop(key, None)
         if found is None:
             try:
                 found = self._record(forward, kv, batch, passes.arrays)
@@ -206,10 +207,10 @@ class Replays:
                 passes.foreign = True
                 passes.recorded.clear()
                 return forward(kv, batch)
-            passes.recorded[tokens] = found
+            passes.recorded[key] = found
             passes.forget_oldest()
         else:
-            passes.recorded[tokens] = found  # as the newest
+            passes.recorded[key] = found  # as the newest
         found.calls.replay()
         return found.hidden, kv
 

@@ -5,7 +5,7 @@ spec_from_config(config) -> ModelSpec           ConfigError naming the field tha
 abstract(spec) -> Params                        its tree, with `spec.Leaf` in place of tensors
 gguf_names(spec) -> {name: GgufSource}          where a GGUF file keeps each tensor
 with_tables(params, spec, max_len) -> Params    with the tensors that are computed, not loaded
-forward(params, kv, batch, spec, ops) -> (hidden [T, C], kv)
+forward(params, kv, batch, spec, ops) -> (hidden [T, C], kv); [num_last, C] if the batch asks so
 logits(params, hidden [R, C], spec, ops) -> [R, V] float32
 """
 

@@ -176,7 +176,8 @@ def with_tables(params: Params, spec: ModelSpec, max_len: int) -> Params:
 def forward(
     params: Params, kv: KVCache, batch: Batch, spec: ModelSpec, ops: Ops
 ) -> tuple[Tensor, KVCache]:
-    """Final hidden states [T, C] of the batch's tokens, normed, and the cache to use next."""
+    """Final hidden states [T, C] of the batch's tokens, normed, and the cache to use next; those of
+    the last tokens of its chunks [num_last, C], if that is all it asks for."""
     delta, stream = ops.embed(params.embed, batch.tokens), None
     written = []
     for layer, leaf, kind in zip(params.layers, kv, spec.layer_kinds, strict=True):
@@ -185,6 +186,11 @@ def forward(
         q, leaf = ops.qk_norm_rope_append(qkv, batch.positions, params.rope, leaf, batch.slots)
         written.append(leaf)
         x = ops.attention(q, leaf, batch, spec.attention[kind])
+        if batch.num_last and layer is params.layers[-1]:
+            # The cache is written; of what is left, the other tokens need nothing.
+            assert ops.last_rows is not None
+            x = ops.last_rows(x, batch.q_start, batch.num_last)
+            stream = ops.last_rows(stream, batch.q_start, batch.num_last)
         delta = ops.linear(x, layer.out, layer.out_bias)
         x, stream = ops.add_rms_norm(delta, stream, layer.mlp_norm, spec.rms_eps)
         x = ops.linear(x, layer.gate_up, layer.gate_up_bias, act=spec.act)

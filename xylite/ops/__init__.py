@@ -70,6 +70,9 @@ class Batch:
     """One iteration's token table on the device; meanings as in runtime/step.py.
 
     Integers are int32; tree_mask is bool. `tokens` has its carried ids filled in.
+
+    num_last  number of chunks, if only the hidden states of their last tokens are asked for, one of
+              each; 0 = those of all tokens
     """
 
     tokens: Tensor
@@ -83,6 +86,7 @@ class Batch:
     block_table: Tensor
     tree_mask: Tensor
     tasks: tuple[TaskLists, ...] = ()
+    num_last: int = tree.static(default=0)
 
 
 @tree.node
@@ -300,6 +304,8 @@ class Ops:
     grouped_linear(x, w, expert_of, ...) -> as linear, row t with the weight of expert_of[t]
     sample(logits [R, V], batch, state, mask) -> ids [R] int64; logits are consumed
     finite(x [R, C])              -> [R] bool, False where a row has an infinity or a NaN
+    last_rows(x [T, C], q_start, n) -> [n, C]: x of the last tokens of the first n chunks. None: the
+                                  hidden states are always those of all tokens
     verify(ids, parent, draft_token, depth)   -> accepted [R] bool
     move_slots(kv, src, dst)      -> the cache with rows moved, all sources read first
     copy_blocks(kv, src, dst)     -> the same for whole blocks
@@ -339,6 +345,7 @@ class Ops:
     zero_blocks: Callable[[KVCache, Tensor], KVCache]
     all_reduce: Callable[[Tensor], Tensor]
     replayed: Callable[[Callable[..., Any], KVCache, Batch], tuple[Tensor, KVCache]] | None = None
+    last_rows: Callable[[Tensor, Tensor, int], Tensor] | None = None
     warm_up: tuple[int, ...] = ()
     invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -252,6 +252,15 @@ class _Table:
         )  # fmt: skip
         return out
 
+    def last_rows(self, x: Tensor, q_start: Tensor, num: int) -> Tensor:
+        if x.dtype not in self.packer.empty:
+            return x[q_start[1 : num + 1].long() - 1]
+        x = x.contiguous()
+        out = self.packer.empty[x.dtype]((num, x.shape[1]))
+        row_bytes = x.shape[1] * x.element_size()
+        self.kernels.last_rows(x.data_ptr(), row_bytes, q_start.data_ptr(), num, out.data_ptr())
+        return out
+
     def move_slots(self, kv: KVCache, src: Tensor, dst: Tensor) -> KVCache:
         if not all(self._native(leaf) for leaf in kv):
             return reference.move_slots(kv, src, dst)
@@ -392,6 +401,7 @@ def table_of(
         sample=own.sample,
         finite=own.finite,
         replayed=Replays(kernels, own.packer),
+        last_rows=own.last_rows,
         packers={"int8": own.packer.quantize, "int4": own.packer.quantize_int4},
         kv_formats=(),
         stored_packers={kind: partial(own.packer.pack_gguf, kind) for kind in GGUF},

@@ -1,5 +1,6 @@
 """Runs Steps on a device. Only the device thread calls `forward`, `sample` and `run`."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,7 @@ from xylite.ops.shared.sampling import logprobs as logprobs_of
 from xylite.runtime.step import LogprobRows, SampleTable, StateReset, Step, StepResult
 from xylite.runtime.token_table import uniforms
 
+LEAST_SPARED: Final = 96  # tokens that the last layer leaves out, for it to be worth it
 PROMPT_LOGPROB_ROWS: Final = 64  # rows scored at once: bounds the memory of prompt logprobs
 
 
@@ -35,7 +37,8 @@ class Model:
 class Forwarded:
     """A step after its forward pass: what sampling needs.
 
-    rows      [R] tokens whose hidden state goes to the head
+    hidden    of all tokens, or of each chunk's last
+    rows      [R] rows of it that go to the head
     sampling  how the rows become tokens; None if there are none
     """
 
@@ -84,15 +87,28 @@ class Executor:
         if len(step.reset.rows):
             self._reset(step.reset)
         batch = self._batch(step)
+        num_last = self._num_last(step)
+        if num_last:
+            batch = dataclasses.replace(batch, num_last=num_last)
         # Now, so that sampling follows the pass at once: threads of the CPU's kernels that wait
         # longer than some microseconds go to sleep, and have to be woken.
-        rows = self._put(step.table.logit_rows)
+        t = step.table
+        rows = self._put(t.seq_of[t.logit_rows] if num_last else t.logit_rows)
         sampling = self._sample_batch(step.sample) if rows.shape[0] else None
         if ops.replayed is None:
             hidden, self.kv = self._pass(self.kv, batch)
         else:
             hidden, self.kv = ops.replayed(self._pass, self.kv, batch)
         return Forwarded(step, hidden, rows, sampling)
+
+    def _num_last(self, step: Step) -> int:
+        """`Batch.num_last`: not 0 where nothing but the last tokens of chunks is looked at, and the
+        others are so many that the last layer takes notably less without them."""
+        t = step.table
+        num = len(t.kv_len)
+        spared = len(t.tokens) - num
+        is_last = not (t.num_draft.any() or len(step.prompt_rows))
+        return num if self.ops.last_rows is not None and spared >= LEAST_SPARED and is_last else 0
 
     def _pass(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
         """The model's forward pass: nothing in it depends on anything but its arguments."""
@@ -347,9 +363,14 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> LogprobRows:
     return LogprobRows(chosen=chosen, top_ids=top_ids, top=top, rank=rank)
 
 
-def _finite(step: Step, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[S] every token and logit row of the chunk is finite."""
-    finite = np.logical_and.reduceat(tokens, step.table.q_start[:-1])
+def _finite(step: Step, hidden: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[S] every hidden state that was asked for and every logit row of the chunk is finite.
+
+    hidden  [T], or [S] of the last tokens, which see those before them
+    """
+    start = step.table.q_start
+    is_whole = len(hidden) == start[-1]
+    finite = np.logical_and.reduceat(hidden, start[:-1]) if is_whole else hidden.copy()
     if not rows.all():
         bad = step.table.seq_of[step.table.logit_rows[~rows]]
         finite[bad] = False

@@ -301,6 +301,22 @@ XL_API int xl_rope_append(Pool* pool, const RopeCall* call) {
   });
 }
 
+// Row q_start[i + 1] - 1 of x to row i of out.
+struct LastRowsCall {
+  int64_t x, row_bytes, q_start, count, out;
+};
+
+XL_API int xl_last_rows(Pool* pool, const LastRowsCall* call) {
+  return guarded(pool, [&] {
+    const auto* q_start = static_cast<const int32_t*>(address(call->q_start));
+    const auto* x = static_cast<const char*>(address(call->x));
+    auto* out = static_cast<char*>(writable(call->out));
+    for (int64_t i = 0; i < call->count; i++)
+      memcpy(out + i * call->row_bytes, x + (q_start[i + 1] - 1) * call->row_bytes,
+             size_t(call->row_bytes));
+  });
+}
+
 // Rows src copied to slots dst of one KV pool [N, G, tile]; all are read before any is written.
 XL_API int xl_move_slots(Pool* pool, void* k, void* v, int kv_type, const int32_t* src,
                          const int32_t* dst, int64_t count, int64_t kv_heads, int64_t d,
@@ -413,3 +429,4 @@ XL_API int xl_argmax(Pool* pool, const float* x, int64_t rows, int64_t n, int64_
 
 XL_STRUCT(xl_add_rms_norm, NormCall)
 XL_STRUCT(xl_rope_append, RopeCall)
+XL_STRUCT(xl_last_rows, LastRowsCall)

@@ -2,7 +2,7 @@
 
 Only the standard library, because children run in other engines' environments too.
 
-    {"prefill": N}                              one prompt of N tokens, its first token
+    {"prefill": N}                              prompts of N tokens, the first new token of each
     {"decode": B, "context": C, "new": T}       B prompts of C tokens at once, T tokens of each
 
 A child answers {"ready": versions} when its model is loaded, and {"tok_s": X} to each case, or what
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 Prompts = list[list[int]]
 M = TypeVar("M")
 
-NUM_FIRST: Final = 3  # times that the part before the first tokens is measured
+NUM_FIRST: Final = 3  # times that what comes before the first tokens is measured; the median counts
 
 
 @dataclass
@@ -64,8 +64,8 @@ def prompts(seed: int, count: int, length: int, vocab_size: int) -> Prompts:
 def answer(model: Model, case: dict[str, int], seed: int) -> dict[str, float]:
     """Tokens per second of a case."""
     if "prefill" in case:
-        (prompt,) = prompts(seed, 1, case["prefill"], model.vocab_size)
-        return {"tok_s": case["prefill"] / model.prefill(prompt)}
+        asked = prompts(seed, NUM_FIRST, case["prefill"], model.vocab_size)
+        return {"tok_s": case["prefill"] / statistics.median(map(model.prefill, asked))}
     batch = prompts(seed, case["decode"], case["context"], model.vocab_size)
     return {"tok_s": model.decode(batch, case["new"])}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare import machine, offline, online, peers
+from bench.compare import child, machine, offline, online, peers
 from bench.compare.child import prompts
 from bench.compare.offline import EngineFailed
 from bench.compare.peers import Engine
@@ -39,6 +39,19 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_prompts_differ_by_seed_and_repeat_with_it():
     assert prompts(1, 2, 5, 1000) == prompts(1, 2, 5, 1000)
     assert prompts(1, 2, 5, 1000) != prompts(2, 2, 5, 1000)
+
+
+def test_a_prefill_is_the_median_of_three_prompts():
+    took = iter([9.0, 1.0, 4.0])
+    asked: list[list[int]] = []
+
+    def seconds(batch: list[list[int]], new: int) -> float:
+        asked.extend(batch)
+        return next(took)
+
+    assert child.answer(child.Model(1000, seconds), {"prefill": 20}, 5) == {"tok_s": 5.0}
+    assert [len(p) for p in asked] == [20, 20, 20]
+    assert asked[0] != asked[1] != asked[2]
 
 
 def test_a_child_answers_cases_and_ends(tmp_path: Path):

@@ -150,13 +150,12 @@ async def test_lost_device_is_told_to_every_stream_and_ends_the_process(
             switch.touch()
             return events + await events_of(response)
 
-    async def healthy() -> bool:
+    async def status_of(method: str, path: str, **given) -> int:
         try:
-            async with session.get(f"{server.url}/health") as response:
-                assert response.status in (200, 503)
-                return response.status == 200
+            async with session.request(method, f"{server.url}{path}", **given) as response:
+                return response.status
         except aiohttp.ClientConnectionError:
-            return False  # it has ended already
+            return 503  # it has ended already
 
     streams = await asyncio.gather(*(stream() for _ in range(3)))
     for events in streams:
@@ -164,9 +163,9 @@ async def test_lost_device_is_told_to_every_stream_and_ends_the_process(
         assert events[-2]["error"]["type"] == "server_error"
         assert "device is gone" not in events[-2]["error"]["message"]
     async with asyncio.timeout(END_S):
-        while await healthy():
+        while (health := await status_of("GET", "/health")) == 200:
             # A device that fails every iteration is given up after a few of them.
-            async with session.post(f"{server.url}/v1/completions", json={"prompt": "x"}) as failed:
-                assert failed.status in (500, 503)
+            assert await status_of("POST", "/v1/completions", json={"prompt": "x"}) in (500, 503)
+        assert health == 503
     assert await server.end() == 1
     assert "the engine died" in server.log

@@ -27,7 +27,7 @@ def test_quantization_packs_the_weights_in_that_format(tmp_path):
         weights.weight_bytes(parts(tmp_path, dtype="bfloat16", **s).executor.model.params)
         for s in ({}, {"quantization": "int8"})
     )
-    assert packed < 0.6 * plain
+    assert packed < 0.75 * plain  # which may take 12 bits
 
 
 def test_the_vocabulary_is_packed_in_8_bits_where_other_weights_take_4(tmp_path):

@@ -163,7 +163,7 @@ def _is_there(path: Path) -> bool:
     """Whether there is such a file; ConfigError if what is there cannot be read as one."""
     try:
         file_size(str(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no name of a file
         return False
     except OSError as e:
         raise ConfigError(f"{path}: {file_reason(e)}") from None

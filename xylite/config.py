@@ -107,8 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_bytes: Annotated[
         Positive | None,
         about(
-            "Memory for KV; auto is what is left on the device (on the CPU at most 4 GiB, taken "
-            "from the system as it is used).",
+            "Memory for KV; auto is what is left on the device (on the CPU at most 4 GiB, of which "
+            "all but the first 256 MiB are taken from the system as they are used).",
             "cache",
         ),
     ] = None

@@ -41,10 +41,10 @@ def section(steps: Result, offline: Result, names: Mapping[str, str]) -> str:
     return "\n".join([*parts, _about(steps, formats, names)])
 
 
-def with_section(text: str, written: str) -> str:
-    """A README's text with a section; it must have a place for one."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{written}{END}{rest.partition(END)[2]}"
+def between(text: str, begin: str, end: str, written: str) -> str:
+    """A text with something else between two marks, which it must have."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{written}{end}{rest.partition(end)[2]}"
 
 
 def _format(steps: Result, name: str) -> str:

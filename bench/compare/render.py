@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from bench.compare import plot, possible, report
 from bench.compare.peers import ROOT
-from bench.compare.possible import ALIKE
+from bench.compare.possible import ALIKE, between
 
 RESULTS: Final = ROOT / "bench" / "results"
 STEPS: Final = RESULTS / "steps-cpu.json"
@@ -111,12 +111,6 @@ def _run(run: Mapping[str, Any], name: str) -> str:
     )
 
 
-def with_performance(text: str, written: str) -> str:
-    """README's text with a section; it must have a place for one."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{written}{END}{rest.partition(END)[2]}"
-
-
 def rewritten(
     readme: Path, result: Mapping[str, Any], files: Mapping[str, Path], picture: Path, steps: Path
 ) -> str:
@@ -138,11 +132,13 @@ def rewritten(
             f"{begin.strip()} with {end}" for begin, end in _PLACES))  # fmt: skip
     names = {date: f"[{path.name}]({seen(path)})" for date, path in files.items()}
     if has[0]:
-        text = with_performance(text, section(result, names, seen(picture)))
+        text = between(text, BEGIN, END, section(result, names, seen(picture)))
     if has[1]:
         measured = json.loads(steps.read_text())
         names[measured["date"]] = f"[{steps.name}]({seen(steps)})"
-        text = possible.with_section(text, possible.section(measured, result, names))
+        text = between(
+            text, possible.BEGIN, possible.END, possible.section(measured, result, names)
+        )
     return text
 
 

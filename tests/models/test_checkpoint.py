@@ -84,6 +84,14 @@ BROKEN_DIRECTORIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "index leads out": (with_index({"a": "/etc/x.safetensors"}), "'a': '/etc/x.saf.*' is not"),
     "index to a pickle": (with_index({"a": "x.bin"}), "'a': 'x.bin' is not the name of a .safet"),
     "index number": (with_index({"a": 3}), "'a': '3' is not the name"),
+    "index with a zero byte": (
+        with_index({"a": "m\0.safetensors"}),
+        r"is missing \(it holds tensor 'a'\)",
+    ),
+    "index with half a character": (
+        with_index({"a": "\ud800.safetensors"}),
+        r"is missing \(it holds tensor 'a'\)",
+    ),
     "shard missing": (
         with_index({"a": "m1.safetensors", "b": "m2.safetensors"}, "m1.safetensors"),
         r"m2.safetensors: is missing \(it holds tensor 'b'\)",

@@ -213,6 +213,30 @@ def test_a_recording_keeps_no_more_memory_than_a_few_layers_need() -> None:
     assert len(buffers._all) == 2
 
 
+def test_recordings_for_any_number_of_last_tokens_share_their_memory() -> None:
+    mine = Passes(make(names()[0]), torch.bfloat16)
+    sizes = []
+    for neighbours in range(1, 6):
+        for tokens in (110, 117, 128):
+            batch = mine.batch(0, tokens, neighbours)
+            for _ in range(2):
+                mine.hidden(mine.kv, dataclasses.replace(batch, num_last=1 + neighbours))
+        (buffers,) = mine.ops.replayed._buffers.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+        sizes.append(len(buffers._all))
+    # Rows of 2, of 3 and 4, of 5 and 6: memory comes in powers of two.
+    assert sizes[1] == sizes[2] and sizes[3] == sizes[4] < 25
+
+
+def test_sizes_met_once_are_forgotten_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_MET", 2)
+    mine = Passes(make(names()[0]), torch.float32)
+    for tokens in (100, 101, 102, 100, 102):
+        mine.hidden(mine.kv, mine.batch(0, tokens, 0))
+    (passes,) = mine.ops.replayed._passes.values()  # pyright: ignore[reportOptionalMemberAccess, reportFunctionMemberAccess]
+    assert list(passes.recorded) == [(102, 0)]
+    assert len(passes.met) == 2
+
+
 def test_larger_passes_are_recorded_when_their_size_comes_again() -> None:
     mine = Passes(make(names()[0]), torch.float32)
     plain = Passes(plainly(make(names()[0])), torch.float32)

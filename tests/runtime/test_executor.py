@@ -106,3 +106,27 @@ def test_a_token_in_the_middle_that_is_not_finite_fails_its_request_only(
         assert last["good"].error is None
         ends.append(done.tokens())
     assert ends[0] == ends[1]
+
+
+def test_what_nobody_looks_at_is_judged_in_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hidden state of the middle of a prompt that is not finite is no fault, with neighbours or
+    without; that of its end is."""
+    for neighbours in (0, 3):
+        for spares in (False, True):
+            model, _ = made(monkeypatch, spares)
+            monkeypatch.setattr(executor, "LEAST_SPARED", 60)
+            norm = model.ops.add_rms_norm
+
+            def spoiled(x: Tensor, residual: Any, w: Tensor, eps: float, norm: Any = norm) -> Any:
+                out, total = norm(x, residual, w, eps)
+                if w is model.model.params.norm and len(out) > 5:  # noqa: B023 - called in this turn
+                    out[4] = torch.nan
+                return out, total
+
+            model.ops = dataclasses.replace(model.ops, add_rms_norm=spoiled)
+            asked = [
+                request(f"{i}", [5] * 20, max_tokens=2, temperature=0.0, ignore_eos=True)
+                for i in range(1 + neighbours)
+            ]
+            done = tiny_run.run(asked, target=model, budget=200)
+            assert [e[-1].error for e in done.events.values()] == [None] * len(asked)

@@ -13,11 +13,11 @@ The two ideas of the paper for threads: tiles of fixed size over a virtual M (a 
 every number of rows up to its largest, so nothing is padded), and attention cut into tasks that
 threads take in the table's order.
 
-Kept because `bench/ops` showed a gain: bf16 by the processor's own dot product where that is
-faster than widening to float32 (measured at first start); fetching the next panel while one is
-multiplied (8 to 64 rows); bf16 weights in 12 bits, unpacked by the first tile that needs them (a
-fifth of a step's time where reading the weights is what takes long, 1 to 8 rows; from 32 rows on it
-neither gains nor costs); fetching 8 KiB ahead in a weight that is read once (1 to 8 rows); huge
+Kept because `bench/ops` showed a gain: bf16 by the processor's own dot product where that is faster
+than widening to float32 (measured at first start); fetching the next panel while one is multiplied
+(8 to 64 rows); bf16 weights in 12 bits, unpacked by the first tile that needs them (by
+`bench.ops.steps`, a fifth of a step where reading the weights takes longest, 1 to 8 rows, and
+within 1 % from 32 rows on); fetching 8 KiB ahead in a weight that is read once (1 to 8 rows); huge
 pages; keys stored by dimension and values by pairs of tokens, as the tiles read them; rows handed
 over in bf16 where the next product rounds them anyway; one struct for a call's arguments. Without
 effect: pinning allocator thresholds (no page faults are left), larger cache blocks.

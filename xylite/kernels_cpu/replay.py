@@ -33,6 +33,7 @@ SMALL_DECODES: Final = 256
 # tokens' time. Beyond this, calls hardly count, and memory would.
 MAX_TOKENS: Final = 2048
 MAX_BYTES: Final = 16 * 2**20  # of one owner's recordings; the longest unused go first
+MAX_MET: Final = 1024  # of one owner
 ALIGNMENT: Final = 64
 LEAST_ROOM: Final = 128  # sequences, blocks of a sequence, tasks, merges
 
@@ -46,21 +47,24 @@ class _Buffers:
     so that all layers work in the same few buffers; each has room for `max_tokens`, so that all
     recordings do.
 
-    tokens  of the pass that is being recorded; sizes are multiples of it
+    tokens  of the pass that is being recorded
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.tokens = max_tokens
         self._max_tokens = max_tokens
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._free: dict[tuple[int, int], list[np.ndarray]] = {}
         self._all: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor; its memory is kept and reused."""
         size = int(np.prod(shape)) * dtype.itemsize
-        unit = -(-size // self.tokens)
-        free = self._free.setdefault(unit, [])
-        buffer = free.pop() if free else self._new(unit * self._max_tokens)
+        if shape[0] == self.tokens or len(shape) == 3:  # q has heads first
+            unit, whole = size // self.tokens, size // self.tokens * self._max_tokens
+        else:  # of the last layer, which may have fewer rows
+            unit = whole = 1 << max(size - 1, 1).bit_length()
+        free = self._free.setdefault((unit, whole), [])
+        buffer = free.pop() if free else self._new(whole)
         lent = buffer[:size]  # lives as long as a tensor looks at it
         weakref.finalize(lent, free.append, buffer)
         return torch.from_numpy(lent).view(dtype).view(shape)
@@ -104,7 +108,7 @@ _EMPTY: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.de
 
 @dataclass(slots=True, eq=False)
 class _Replayed:
-    """One number of tokens: the calls over the arrays, where the result is left."""
+    """Numbers of tokens and of last ones: the calls over the arrays, where the result is left."""
 
     calls: Recording
     hidden: Tensor
@@ -126,7 +130,7 @@ class _Passes:
         self.latest: Any = None
         self.arrays: dict[str, np.ndarray] = {}
         self.recorded: dict[tuple[int, int], _Replayed] = {}
-        self.met: set[tuple[int, int]] = set()
+        self.met: dict[tuple[int, int], None] = {}
         self.foreign = False
 
     def fill(self, batch: Any) -> None:
@@ -160,13 +164,19 @@ class _Passes:
                 return False
         return True
 
+    def note(self, key: tuple[int, int]) -> None:
+        """Have a pass recorded when it comes up again, unless MAX_MET others do before."""
+        self.met[key] = None
+        if len(self.met) > MAX_MET:
+            del self.met[next(iter(self.met))]
+
     def forget_oldest(self) -> None:
         """Keep no more than MAX_BYTES, and the newest whatever it takes."""
         left = sum(r.calls.nbytes for r in self.recorded.values())
         while left > MAX_BYTES and len(self.recorded) > 1:
             oldest = next(iter(self.recorded))
             left -= self.recorded.pop(oldest).calls.nbytes
-            self.met.discard(oldest)
+            self.met.pop(oldest, None)
 
 
 class Replays:
@@ -175,7 +185,7 @@ class Replays:
     def __init__(self, kernels: Kernels, packer: Packer):
         self._kernels = kernels
         self._packer = packer
-        self._buffers: dict[int, _Buffers] = {}  # by the most tokens, powers of 2
+        self._buffers: dict[int, _Buffers] = {}  # by the most tokens
         # By the object whose method the pass is: addresses in a recording are those of its weights.
         self._passes: weakref.WeakKeyDictionary[Any, _Passes] = weakref.WeakKeyDictionary()
 
@@ -194,8 +204,10 @@ class Replays:
         key = tokens, batch.num_last
         is_decode = batch.q_start.shape[0] == tokens + 1
         is_small = tokens <= (SMALL_DECODES if is_decode else SMALL)
-        if passes.foreign or not (is_small or key in passes.met):
-            passes.met.add(key)
+        if passes.foreign:
+            return forward(kv, batch)
+        if not (is_small or key in passes.met):
+            passes.note(key)
             return forward(kv, batch)
         passes.fill(batch)
         found = passes.recorded.pop(key, None)
@@ -230,7 +242,8 @@ class Replays:
         tokens = batch.tokens.shape[0]
         held = iter([a[:tokens] if name in _BY_TOKEN else a for name, a in arrays.items()])
         inside = tree.map(lambda _: torch.from_numpy(next(held)), batch)
-        most = max(SMALL_DECODES, 1 << (tokens - 1).bit_length())
+        # The system gives memory for the tokens that are really there.
+        most = SMALL_DECODES if tokens <= SMALL_DECODES else MAX_TOKENS
         buffers = self._buffers.setdefault(most, _Buffers(most))
         watch, buffers.tokens = _Watch(), tokens
         made = _Replayed(Recording(self._kernels), torch.empty(0), (inside, watch.made))

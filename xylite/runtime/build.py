@@ -30,7 +30,7 @@ from xylite.runtime.token_table import Tabulator, TaskBuilder
 from xylite.runtime.trial_runs import TrialRuns
 
 MAX_CPU_KV_BYTES = 4 * 2**30
-READY_KV_BYTES = 256 * 2**20
+READY_KV_BYTES = 256 * 2**20  # a few long prompts' worth; an idle server should stay small
 MIN_QUEUE = 64
 
 _log = logging.getLogger(__name__)
@@ -164,7 +164,8 @@ def _kv_taken(config: EngineConfig, caches: Sequence[KVCache]) -> Iterator[None]
     leaves = [leaf for kv in caches for leaf in tree.leaves(kv) if leaf.device.type == "cpu"]
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     pieces = [(leaf.data_ptr(), leaf.nbytes) for leaf in leaves]
-    return host_memory.taken(pieces, num_bytes if asked else min(num_bytes, READY_KV_BYTES))
+    # From here, so that the leaves stay as long as this goes on.
+    yield from host_memory.taken(pieces, num_bytes if asked else min(num_bytes, READY_KV_BYTES))
 
 
 def _draft_model(

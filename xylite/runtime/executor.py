@@ -99,6 +99,7 @@ class Executor:
             hidden, self.kv = self._pass(self.kv, batch)
         else:
             hidden, self.kv = ops.replayed(self._pass, self.kv, batch)
+        assert hidden.shape[0] == (num_last or len(t.tokens)), (hidden.shape, num_last)
         return Forwarded(step, hidden, rows, sampling)
 
     def _num_last(self, step: Step) -> int:
@@ -364,13 +365,18 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> LogprobRows:
 
 
 def _finite(step: Step, hidden: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[S] every hidden state that was asked for and every logit row of the chunk is finite.
+    """[S] the hidden state of the chunk's last token, those of prompt tokens that are scored, and
+    every logit row are finite. Nobody sees others, and what they left in the cache the last sees.
 
-    hidden  [T], or [S] of the last tokens, which see those before them
+    hidden  [T], or [S] of the last tokens
     """
     start = step.table.q_start
-    is_whole = len(hidden) == start[-1]
-    finite = np.logical_and.reduceat(hidden, start[:-1]) if is_whole else hidden.copy()
+    if len(hidden) != start[-1]:
+        finite = hidden.copy()
+    elif len(step.prompt_rows):
+        finite = np.logical_and.reduceat(hidden, start[:-1])
+    else:
+        finite = hidden[start[1:] - 1]
     if not rows.all():
         bad = step.table.seq_of[step.table.logit_rows[~rows]]
         finite[bad] = False

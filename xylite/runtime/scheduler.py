@@ -24,7 +24,8 @@ from xylite.runtime.step import StepResult
 
 AGEING_S = 10.0  # waiting this long is worth one level of priority
 NO_PASSING_S = 5.0  # a request that waited this long for memory is not passed by others
-MAX_MATCHED = 2**18  # tokens found in the prefix tree in one iteration: 3 ms of the event loop
+# Tokens found in the prefix tree in one iteration: 3 ms of the event loop. Others wait for another.
+MAX_MATCHED = 2**18
 MAX_TRIES = 8  # waiting requests that are tried for memory in one iteration
 LONG_SHARE = 4  # a prompt longer than the budget leaves 1/LONG_SHARE of it to those behind
 

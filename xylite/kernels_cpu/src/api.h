@@ -13,7 +13,8 @@
 
 namespace xl {
 
-enum Kind : int { K_F32 = 0, K_F16 = 1, K_BF16 = 2, K_BF16_DOT = 3, K_BF16_COMPACT = 4 };  // how to multiply
+// How to multiply.
+enum Kind : int { K_F32 = 0, K_F16 = 1, K_BF16 = 2, K_BF16_DOT = 3, K_BF16_COMPACT = 4 };
 
 struct Tuning {
   int64_t block_bytes;  // of activations that stay in cache

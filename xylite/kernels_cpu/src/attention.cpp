@@ -364,7 +364,12 @@ struct Attention {
               for (int64_t n; (n = start[0] + next++) < start[1];) {
                 const int32_t* task = c.tasks[i] + n * c.task_fields;
                 w.next.rows = 0;
-                if (n + 1 < start[1]) w.next = c.tile_of(task + c.task_fields);
+                if (n + 1 < start[1]) {
+                  const int32_t* after = task + c.task_fields;
+                  w.next = c.tile_of(after);
+                  if (after[PART] >= 0)
+                    w.next.first_key = std::max<int64_t>(w.next.first_key, after[KV_START]);
+                }
                 j.self->run_task(task, w);
               }
             }

@@ -22,7 +22,8 @@ constexpr int64_t SAMPLED = 2048;  // weights of a panel that its window is chos
 // The least exponent of the window that most weights are in.
 static int window_of(const uint16_t* weights, int64_t count) {
   int64_t seen[256] = {0};
-  for (int64_t i = 0; i < count; i += 1 + count / SAMPLED) seen[weights[i] >> 7 & 0xff]++;
+  // An odd stride: all columns have their turn.
+  for (int64_t i = 0; i < count; i += count / SAMPLED | 1) seen[weights[i] >> 7 & 0xff]++;
   int best = 1;
   int64_t most = -1, in = 0;
   for (int e = 1; e < 256; e++) {

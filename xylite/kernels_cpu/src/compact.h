@@ -68,8 +68,9 @@ struct Groups {
         const __m512i m = _mm512_loadu_si512(at + s * STEP_WEIGHTS);
         const __m512i c = _mm512_and_si512(s ? _mm512_srli_epi16(codes, 4) : codes, low);
         // upper | (m & sign), last | (m & ~sign)
-        const __m512i high = _mm512_ternarylogic_epi32(_mm512_shuffle_epi8(upper, c), m, sign, 0xf8);
-        const __m512i rest = _mm512_ternarylogic_epi32(_mm512_shuffle_epi8(last, c), m, sign, 0xf4);
+        const __m512i u = _mm512_shuffle_epi8(upper, c), l = _mm512_shuffle_epi8(last, c);
+        const __m512i high = _mm512_ternarylogic_epi32(u, m, sign, 0xf8);
+        const __m512i rest = _mm512_ternarylogic_epi32(l, m, sign, 0xf4);
         w[s][0] = _mm512_unpacklo_epi8(rest, high);
         w[s][1] = _mm512_unpackhi_epi8(rest, high);
       }
@@ -106,7 +107,8 @@ static void unpacking_tile(const uint16_t* a, ptrdiff_t lda, Groups& groups, flo
       }
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        if constexpr (ROWS > 7) asm volatile("" ::: "memory");  // as in mm_tile
+        // As in mm_tile, which has four registers less for weights and tables.
+        if constexpr (ROWS > 7) asm volatile("" ::: "memory");
         int32_t pair;
         memcpy(&pair, &p[r / 3][(r % 3) * lda + GROUP_K * i + 2 * s], 4);
         const __m512i x = _mm512_set1_epi32(pair);

@@ -46,7 +46,7 @@ struct PanelReader {
   using type = PlainReader<T>;
 };
 
-#if defined(__AVX512BF16__)
+#if defined(XL_AVX512) && defined(__AVX512BF16__)
 
 // Tile 0 unpacks as it multiplies, and keeps the block for the others.
 struct CompactReader {

@@ -193,10 +193,30 @@ def test_kv_memory_asked_for_by_a_number_is_taken_whole_else_enough_for_a_start(
 
     monkeypatch.setattr(host_memory, "taken", taken)
     made = parts(tmp_path, **settings)
-    assert list(made.chores) == [None]
+    next(made.chores)
     ((pieces, num_bytes),) = asked
     leaves = [x for layer in made.executor.kv for x in (layer.k, layer.v)]
     assert pieces == [(x.data_ptr(), x.nbytes) for x in leaves]
     size = sum(x.nbytes for x in leaves)
     assert num_bytes == (256 * 2**20 if share is None else share * size)
     assert size >= num_bytes
+
+
+def test_passes_of_few_tokens_are_rehearsed_while_nothing_runs_and_store_nothing(tmp_path):
+    made = parts(tmp_path, dtype="bfloat16", num_blocks=2)
+    executor = made.executor
+    assert executor.ops.idle_warm_up == tuple(range(1, 65))
+    for leaf in (x for layer in executor.kv for x in (layer.k, layer.v)):
+        leaf.fill_(0.5)
+    list(made.chores)
+    (passes,) = executor.ops.replayed._passes.values()
+    assert {tokens for tokens, _ in passes.recorded} >= set(range(1, 65))
+    for leaf in (x for layer in executor.kv for x in (layer.k, layer.v)):
+        assert bool((leaf == 0.5).all())
+
+
+def test_rehearsals_are_no_longer_than_a_sequence_may_be(tmp_path):
+    made = parts(tmp_path, num_blocks=2, max_model_len=20)
+    list(made.chores)
+    (passes,) = made.executor.ops.replayed._passes.values()
+    assert max(tokens for tokens, _ in passes.recorded) == 20

@@ -316,6 +316,8 @@ class Ops:
                                   until the next one. None: nothing to gain
     warm_up                       numbers of tokens whose first pass takes long, because something
                                   is compiled or recorded for them: to be run before requests come
+    idle_warm_up                  others, for which it takes so little longer that it is done while
+                                  there is nothing to run
     invariant()                   -> the same table with sums in an order that the batch does not
                                   change; None: this one has it already
     packers                       quantised formats that a weight can be packed in, by name; each
@@ -347,6 +349,7 @@ class Ops:
     replayed: Callable[[Callable[..., Any], KVCache, Batch], tuple[Tensor, KVCache]] | None = None
     last_rows: Callable[[Tensor, Tensor, int], Tensor] | None = None
     warm_up: tuple[int, ...] = ()
+    idle_warm_up: tuple[int, ...] = ()
     invariant: Callable[[], "Ops"] | None = None
     packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     stored_packers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -44,7 +44,7 @@ from xylite.kernels_cpu.packed import (
     address,
     plain,
 )
-from xylite.kernels_cpu.replay import Replays
+from xylite.kernels_cpu.replay import SMALL, Replays
 from xylite.kernels_cpu.tuner import BlockTuner
 from xylite.ops import (
     Activation,
@@ -402,6 +402,7 @@ def table_of(
         finite=own.finite,
         replayed=Replays(kernels, own.packer),
         last_rows=own.last_rows,
+        idle_warm_up=tuple(range(1, SMALL + 1)),
         packers={"int8": own.packer.quantize, "int4": own.packer.quantize_int4},
         kv_formats=(),
         stored_packers={kind: partial(own.packer.pack_gguf, kind) for kind in GGUF},

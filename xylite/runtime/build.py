@@ -4,6 +4,7 @@ Every "auto" of EngineConfig is filled here, once, and said in the log.
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -153,7 +154,7 @@ def build(
         limits,
         -(-vocab_size // 32),
         drafter,
-        _kv_taken(config, caches),
+        itertools.chain(_kv_taken(config, caches), trial.rehearsals()),
     )
 
 

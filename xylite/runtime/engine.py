@@ -210,6 +210,8 @@ class Engine:
         self._wake.clear()
         loop = asyncio.get_running_loop()
         while self._chores is not None and not self._wake.is_set():
+            if self.scheduler.num_unfinished:  # who waits may have rows, which rehearsals use
+                break
             try:
                 chore = loop.run_in_executor(self._device_thread, next, self._chores, self)
             except RuntimeError:  # the interpreter ends, and the thread has before the engine

@@ -1,9 +1,10 @@
 """Iterations before the first request: what is set up on first use is set up by them, and they show
 how many tokens the device computes in a given time."""
 
+import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.executor import Executor
 from xylite.runtime.request import Limits, Request, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
+from xylite.runtime.step import Step
 from xylite.runtime.token_table import Tabulator
 
 TARGET_STEP_S = 0.1
@@ -35,10 +37,22 @@ class TrialRuns:
 
     def warm_up(self) -> None:
         """A first pass of each size that the device compiles or records something for."""
-        longest = min(self.limits.max_kv_tokens, self.limits.max_model_len)
-        sizes = [n for n in self.executor.ops.warm_up if n <= longest]
+        sizes = self._possible(self.executor.ops.warm_up)
         for n in tqdm(sizes, "warming up", disable=None if sizes else True, file=sys.stderr):
             self._seconds(n, attempts=1)
+
+    def rehearsals(self) -> Iterator[None]:
+        """Passes of sizes that are recorded when they first come, one after the other. They store
+        nothing, so the cache may be in use; sequences may not, meanwhile."""
+        for n in self._possible(self.executor.ops.idle_warm_up):
+            step = self._step(n)
+            step.table.slots[:] = -1
+            self.executor.forward(dataclasses.replace(step, zero_blocks=step.zero_blocks[:0]))
+            yield
+
+    def _possible(self, sizes: Iterable[int]) -> list[int]:
+        longest = min(self.limits.max_kv_tokens, self.limits.max_model_len)
+        return [n for n in sizes if n <= longest]
 
     def budgets(self, config: EngineConfig) -> tuple[int, int | None, float]:
         """(budget, mixed_budget) of the scheduler and target_itl_ms: as set, or as measured."""
@@ -75,16 +89,7 @@ class TrialRuns:
         blocks = -(-n // self.block_size)
         best = float("inf")
         for attempt in range(attempts):
-            scheduler = Scheduler(
-                KVBlocks(blocks, self.block_size, reuse=False),
-                budget=n,
-                max_num_seqs=1,
-                max_queued=0,
-            )
-            scheduler.add(self._request(n), 0.0)
-            plan = scheduler.plan(0.0)
-            assert plan is not None
-            step = self.tabulator.build(plan)
+            step = self._step(n)
             start = time.perf_counter()
             executor.run(step)
             executor.ops.device.synchronize()
@@ -93,6 +98,19 @@ class TrialRuns:
         used = torch.arange(blocks, dtype=torch.int32, device=executor.ops.device.torch_device)
         executor.kv = executor.ops.zero_blocks(executor.kv, used)
         return best
+
+    def _step(self, n: int) -> Step:
+        """The prefill of a prompt of n tokens in the first blocks, whoever they belong to."""
+        scheduler = Scheduler(
+            KVBlocks(-(-n // self.block_size), self.block_size, reuse=False),
+            budget=n,
+            max_num_seqs=1,
+            max_queued=0,
+        )
+        scheduler.add(self._request(n), 0.0)
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        return self.tabulator.build(plan)
 
     def _request(self, n: int) -> Request:
         """A prompt of n tokens."""

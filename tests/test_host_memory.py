@@ -9,6 +9,8 @@ import pytest
 
 from xylite import host_memory
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="madvise populates on Linux only")
+
 
 def test_memory_is_bounded_by_the_machine():
     free, total = host_memory.host_memory()
@@ -51,7 +53,7 @@ def piece():
     del held
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+@linux
 def test_memory_is_given_piece_by_piece_and_keeps_what_is_in_it(piece):
     pages, address, size = piece
     pages[10] = 7
@@ -64,7 +66,7 @@ def test_memory_is_given_piece_by_piece_and_keeps_what_is_in_it(piece):
     assert (pages[10], pages[11], pages[size - 1]) == (7, 0, 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+@linux
 def test_no_more_memory_is_taken_than_asked_for_or_than_the_machine_can_spare(piece, monkeypatch):
     _, address, size = piece
     assert len(list(host_memory.taken([(address, size)], 2 * host_memory.HUGE_PAGE))) == 2
@@ -74,7 +76,7 @@ def test_no_more_memory_is_taken_than_asked_for_or_than_the_machine_can_spare(pi
     assert not list(host_memory.taken([], size))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+@linux
 def test_memory_that_is_not_there_ends_it():
     assert not list(host_memory.taken([(2**46, host_memory.HUGE_PAGE)], host_memory.HUGE_PAGE))
 

@@ -121,7 +121,10 @@ def test_an_unknown_format_of_a_step_is_refused_by_name(capsys: pytest.CaptureFi
 # The processor's own limits
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no compiler")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="without a compiler the best product stands for the limit, as on accelerators",
+)
 def test_the_processors_instructions_are_measured_and_those_it_lacks_are_not():
     made = peak.Instructions(threads=2).measure("bfloat16", 0.01)
     flags = machine.describe()["flags"]

@@ -93,6 +93,23 @@ def test_what_outgrows_a_recording_is_recorded_anew(monkeypatch: pytest.MonkeyPa
     assert 1 < mine.num_run < 20
 
 
+def test_batches_that_outgrow_each_other_are_soon_recorded_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many sequences, and few long ones, in turns."""
+    monkeypatch.setattr(replay, "LEAST_ROOM", 1)
+    monkeypatch.setattr(replay, "_some_more", lambda n: max(n, 1))
+    mine = Passes(make(names()[0]), torch.float32)
+    many, long = mine.batch(0, 1, 5), mine.batch(130, 1, 0)
+    for _ in range(2):
+        for batch in (many, long):
+            mine.hidden(mine.kv, batch)
+    settled = mine.num_run
+    for batch in (many, long, many, long):
+        mine.hidden(mine.kv, batch)
+    assert mine.num_run == settled
+
+
 def test_a_pass_with_other_ops_is_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
     """A product by torch would be lost in a replay."""
     ops = make(names()[0])

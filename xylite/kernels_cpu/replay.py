@@ -140,10 +140,13 @@ class _Passes:
         if self._fits(leaves):
             return
         self.recorded.clear()
-        self.arrays = {
-            name: np.zeros(_room(name, leaf.shape), leaf.numpy().dtype)
-            for name, leaf in tree.named_leaves(batch)
-        }
+        before = self.arrays
+        self.arrays = {}
+        for name, leaf in tree.named_leaves(batch):
+            room = _room(name, leaf.shape)
+            if name in before:  # never less: else batches of two kinds would outgrow each other
+                room = tuple(map(max, room, before[name].shape))
+            self.arrays[name] = np.zeros(room, leaf.numpy().dtype)
         fits = self._fits(leaves)
         assert fits
 

@@ -75,6 +75,9 @@ class PackedQuant:
     experts: int = tree.static(default=0)
 
 
+Packed = PackedLinear | PackedCompact | PackedQuant
+
+
 class _Arena:
     """Memory for weights in huge pages: a piece is a view of a larger tensor, which it keeps."""
 
@@ -152,12 +155,12 @@ class Packer:
         """The weight in compact panels; None if they would take nearly as much as plain ones."""
         n, k = w.shape[-2:]
         parts = [part.contiguous() for part in w.reshape(-1, n, k)]
-        plain = self.kernels.packed_bytes(T_BF16, n, k, gated)
+        plain_bytes = self.kernels.packed_bytes(T_BF16, n, k, gated)
         starts = torch.empty(len(parts), -(-n // PANEL) + 1, dtype=torch.int64)
         for part, at in zip(parts, starts, strict=True):
             self.kernels.compact_plan(part.data_ptr(), n, k, gated, at.data_ptr())
         each = int(starts[:, -1].max())
-        if each > MOST_COMPACT * plain:
+        if each > MOST_COMPACT * plain_bytes:
             return None
         data = self._arena.take(each * len(parts))
         for i, (part, at) in enumerate(zip(parts, starts, strict=True)):
@@ -209,7 +212,7 @@ class Packer:
             )  # fmt: skip
         return PackedQuant(data, n, k, gated, form, experts)
 
-    def gather(self, w: PackedLinear | PackedCompact | PackedQuant, ids: Tensor) -> Tensor:
+    def gather(self, w: Packed, ids: Tensor) -> Tensor:
         """Rows ids [T] int32 of a weight that is not gated; [T, K] float32."""
         out = self.empty[torch.float32]((ids.shape[0], w.k))
         ids = ids.to(torch.int32).contiguous()
@@ -227,7 +230,7 @@ class Packer:
     def multiply(
         self,
         x: Tensor,
-        w: PackedLinear | PackedCompact | PackedQuant,
+        w: Packed,
         bias: Tensor | None,
         residual: Tensor | None,
         act: str | None,
@@ -265,7 +268,7 @@ class Packer:
         return out
 
 
-def format_of(w: PackedLinear | PackedCompact | PackedQuant) -> str:
+def format_of(w: Packed) -> str:
     """How a weight is multiplied: bf16, or int8-64 for 8 bits in groups of 64."""
     if isinstance(w, PackedCompact):
         return _NAMES[torch.bfloat16]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xylite.kernels_cpu import tuning
-from xylite.kernels_cpu.packed import PackedCompact, PackedLinear, PackedQuant, Packer, format_of
+from xylite.kernels_cpu.packed import Packed, Packer, format_of
 from xylite.kernels_cpu.tuning import Blocks
 
 
@@ -29,15 +29,11 @@ class BlockTuner:
         self._inputs: tuple[Any, int, tuple[Tensor, Tensor | None, Tensor | None]] | None = None
 
     def format_of(self, weight: Any) -> str:
-        return (
-            format_of(weight)
-            if isinstance(weight, PackedLinear | PackedCompact | PackedQuant)
-            else "none"
-        )
+        return format_of(weight) if isinstance(weight, Packed) else "none"
 
     def buckets(self, product: Any) -> Sequence[tuple[int, int]]:
         """They double. None for weights that have no kernel."""
-        if not isinstance(product.weights[0], PackedLinear | PackedCompact | PackedQuant):
+        if not isinstance(product.weights[0], Packed):
             return ()
         first, found = tuning.FIRST_ROWS, []
         while first <= min(product.most, tuning.LAST_ROWS):

@@ -37,9 +37,7 @@ from xylite.kernels_cpu.library import (
 )
 from xylite.kernels_cpu.packed import (
     TYPES,
-    PackedCompact,
-    PackedLinear,
-    PackedQuant,
+    Packed,
     Packer,
     address,
     plain,
@@ -66,8 +64,6 @@ HEAD_MULTIPLE: Final = 32  # columns of a register tile
 TILE_CLASSES: Final = (12, 96)
 MAX_CLASSES: Final = 4  # of attention.cpp
 HAS_DOT: Final = ("avx512bf16",)  # instruction sets with a bf16 dot product
-
-Packed = PackedLinear | PackedCompact | PackedQuant
 
 
 class _Table:

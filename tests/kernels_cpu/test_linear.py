@@ -174,7 +174,7 @@ def test_experts_are_packed_one_after_the_other(ops: Ops) -> None:
 def test_other_dtypes_take_the_reference_path(ops: Ops) -> None:
     w, x = weight(6, 5, torch.float64), rows(3, 5).double()
     packed = ops.pack_linear(w)
-    assert not isinstance(packed, cpu.PackedLinear)
+    assert not isinstance(packed, cpu.Packed)
     assert ops.act_dtype(torch.float64) == torch.float64
     assert torch.equal(ops.linear(x, packed), x @ w.T)
 

@@ -135,6 +135,9 @@ void Pool::work(int thread) {
       body_(context_, thread);
     }
     active_.fetch_sub(1);
+    // The event loop has no core of its own: let it in now, when nobody waits for this thread. Else
+    // it shares the core with this thread by time slices, which are longer than many a step.
+    std::this_thread::yield();
   }
 }
 

@@ -30,17 +30,14 @@ def test_memory_limits_of_control_groups_are_read(version, tmp_path: Path):
     assert host_memory._group_memory(tmp_path / "absent") is None
 
 
-def resident(address: int) -> int:
-    """Bytes that the system has given to the mapping which holds the address."""
-    size, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if "-" in name and not name.endswith(":"):
-            begin, end = (int(x, 16) for x in name.split("-"))
-            inside = begin <= address < end
-        elif inside and name == "Rss:":
-            size += int(rest.split()[0]) * 1024
-    return size
+def resident(address: int, size: int) -> int:
+    """Bytes of the pages in [address, address + size) that the system has given."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    there = (ctypes.c_ubyte * (-(-(address + size - begin) // mmap.PAGESIZE)))()
+    mincore = ctypes.CDLL(None).mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert mincore(begin, address + size - begin, there) == 0
+    return sum(page & 1 for page in there) * mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -57,12 +54,12 @@ def piece():
 def test_memory_is_given_piece_by_piece_and_keeps_what_is_in_it(piece):
     pages, address, size = piece
     pages[10] = 7
-    before = resident(address)
+    before = resident(address, size)
     steps = host_memory.taken([(address, size)], size)
     next(steps)
-    assert before < resident(address) < size
+    assert before < resident(address, size) < size
     assert list(steps) == [None] * 3
-    assert resident(address) >= size
+    assert resident(address, size) >= size
     assert (pages[10], pages[11], pages[size - 1]) == (7, 0, 0)
 
 
@@ -84,3 +81,29 @@ def test_memory_that_is_not_there_ends_it():
 def test_other_systems_are_not_asked(piece, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not list(host_memory.taken([piece[1:]], piece[2]))
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc is asked to give memory back"
+)
+def test_freed_memory_that_the_c_library_kept_is_given_back():
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    libc.free.argtypes = (ctypes.c_void_p,)
+    libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    size, count = 60_000, 800  # each below what the library takes from the system by itself
+    pieces = [libc.malloc(size) for _ in range(count)]
+    for one in pieces:
+        libc.memset(one, 1, size)
+    for one in pieces[:-1]:  # the last keeps the others' pages from being given back with it
+        libc.free(one)
+    before = resident_bytes()
+    assert len(list(host_memory.given_back())) == 1
+    assert before - resident_bytes() > size * count / 2
+    libc.free(pieces[-1])
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE

@@ -1,4 +1,5 @@
-"""How much memory of the machine this process may use, and having it before it is needed."""
+"""How much memory of the machine this process may use, having it before it is needed, and giving
+back what is not."""
 
 import ctypes
 import os
@@ -96,3 +97,12 @@ def taken(pieces: Sequence[tuple[int, int]], num_bytes: int) -> Iterator[None]:
             if madvise(begin, address + at + length - begin, _MADV_POPULATE_WRITE):
                 return
             yield
+
+
+def given_back() -> Iterator[None]:
+    """Give the system what was freed since the start but is kept by the C library; yields once if
+    there is a way (glibc's)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+        yield

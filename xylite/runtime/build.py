@@ -154,7 +154,7 @@ def build(
         limits,
         -(-vocab_size // 32),
         drafter,
-        itertools.chain(_kv_taken(config, caches), trial.rehearsals()),
+        itertools.chain(_kv_taken(config, caches), trial.rehearsals(), host_memory.given_back()),
     )
 
 

@@ -87,6 +87,26 @@ def all_tasks(table: TaskTable) -> list[dict[str, int]]:
     ]
 
 
+def reads_every_key_once(
+    table: TaskTable, tokens: TokenTable, heads: int, group: int, window: int, kv_tile: int
+) -> None:
+    """Assert that the tasks of each row read the keys it sees, once."""
+    sequences = range(len(tokens.kv_len))
+    chunk_rows = np.diff(tokens.q_start) * group
+    count = [np.zeros((heads, chunk_rows[s], tokens.kv_len[s]), int) for s in sequences]
+    for t in all_tasks(table):
+        rows = slice(t["q_row"], t["q_row"] + t["num_rows"])
+        count[t["seq"]][t["head"], rows, t["kv_start"] : t["kv_end"]] += 1
+        assert t["kv_start"] % kv_tile == 0 < t["kv_end"] - t["kv_start"]
+        assert t["row"] == tokens.q_start[t["seq"]] * group + t["q_row"]
+        assert t["past"] + chunk_rows[t["seq"]] // group == tokens.kv_len[t["seq"]]
+        assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0)
+    for s in sequences:
+        see = np.repeat(visible(tokens, s, window), group, axis=0)
+        assert np.all(count[s][:, see] == 1)
+        assert np.all(count[s] <= 1)
+
+
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize("window", [0, 20, 130])
 @pytest.mark.parametrize("invariant", [False, True])
@@ -107,20 +127,7 @@ def test_every_visible_key_is_read_once_in_random_mixes(group, window, invariant
             num_cores=int(rng.integers(1, 7)),
             batch_invariant=invariant,
         )
-        sequences = range(len(tokens.kv_len))
-        chunk_rows = np.diff(tokens.q_start) * group
-        count = [np.zeros((heads, chunk_rows[s], tokens.kv_len[s]), int) for s in sequences]
-        for t in all_tasks(table):
-            rows = slice(t["q_row"], t["q_row"] + t["num_rows"])
-            count[t["seq"]][t["head"], rows, t["kv_start"] : t["kv_end"]] += 1
-            assert t["kv_start"] % kv_tile == 0 < t["kv_end"] - t["kv_start"]
-            assert t["row"] == tokens.q_start[t["seq"]] * group + t["q_row"]
-            assert t["past"] + chunk_rows[t["seq"]] // group == tokens.kv_len[t["seq"]]
-            assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0)
-        for s in sequences:
-            see = np.repeat(visible(tokens, s, window), group, axis=0)
-            assert np.all(count[s][:, see] == 1)
-            assert np.all(count[s] <= 1)
+        reads_every_key_once(table, tokens, heads, group, window, kv_tile)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -325,3 +332,60 @@ def test_the_table_in_the_readme_is_what_is_made():
     assert [x for x in shown.splitlines() if x][2:] == lines
     slowest = f"the slowest core here has {task_table.balance(table):.2f} times the mean"
     assert slowest in " ".join(readme.split())
+
+
+DECODES = {"num_kv_heads": 2, "group": 3, "tile_classes": (4, 64), "num_cores": 4}
+
+
+def arrays_of(table: TaskTable) -> list[list]:
+    lists = [x.tolist() for c in table.classes for x in (c.tasks, c.core_start)]
+    return [*lists, table.merges.tolist(), table.parts.tolist()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tasks_that_grow_with_their_sequences_read_every_key_once(seed):
+    rng = np.random.default_rng(seed)
+    past = rng.integers(0, 600, int(rng.integers(1, 9))).tolist()
+    decomposition = task_table.Decomposition(kv_tile=16, **DECODES)
+    for step in range(40):
+        tokens = make_table([n + step for n in past], [1] * len(past))
+        table = decomposition(tokens)
+        reads_every_key_once(table, tokens, heads=2, group=3, window=0, kv_tile=16)
+        for c in table.classes:
+            fields = dict(zip(TASK_FIELDS, c.tasks.T, strict=True))
+            load = c.tile_q * (fields["kv_end"] - fields["kv_start"])
+            assert fields["load"].tolist() == load.tolist()
+        built = task_table.build(tokens, kv_tile=16, **DECODES)
+        if step % 5 == 0:  # a quarter of a KV tile after the one before
+            assert arrays_of(table) == arrays_of(built)
+        assert len(table.merges) == 0 or table.parts[1] <= task_table.max_part_rows(
+            tile_classes=(4, 64), kv_tile=16, num_cores=4
+        )
+
+
+def test_tasks_are_cut_anew_when_other_chunks_come():
+    decomposition = task_table.Decomposition(kv_tile=64, **DECODES)
+    for past, tokens in [
+        ([300, 90], [1, 1]),
+        ([301, 91], [1, 1]),  # these grow
+        ([302, 92], [1, 2]),
+        ([303, 94], [1, 1]),
+        ([304, 95, 7], [1, 1, 1]),
+        ([305, 96], [1, 1]),
+        ([307, 97], [1, 1]),
+        ([], []),
+        ([40], [1]),
+    ]:
+        made = make_table(past, tokens)
+        built = task_table.build(made, kv_tile=64, **DECODES)
+        assert arrays_of(decomposition(made)) == arrays_of(built)
+
+
+@pytest.mark.parametrize("settings", [{"window": 100}, {"batch_invariant": True}])
+def test_tasks_of_windows_and_fixed_cuts_are_always_cut_anew(settings, monkeypatch):
+    monkeypatch.setattr(task_table, "INVARIANT_CUT", 64)
+    decomposition = task_table.Decomposition(kv_tile=64, **DECODES, **settings)
+    for step in range(70):
+        made = make_table([300 + step, 90 + step], [1, 1])
+        built = task_table.build(made, kv_tile=64, **DECODES, **settings)
+        assert arrays_of(decomposition(made)) == arrays_of(built)

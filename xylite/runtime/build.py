@@ -26,7 +26,6 @@ from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
 from xylite.runtime.request import Limits
 from xylite.runtime.scheduler import Scheduler
-from xylite.runtime.step import TaskTable, TokenTable
 from xylite.runtime.token_table import Tabulator, TaskBuilder
 from xylite.runtime.trial_runs import TrialRuns
 
@@ -365,19 +364,16 @@ def _task_builder(
     if batch_invariant:
         classes = [c[-1:] for c in classes]
 
-    def tasks(tokens: TokenTable) -> tuple[TaskTable, ...]:
-        return tuple(
-            task_table.build(
-                tokens,
-                num_kv_heads=spec.num_kv_heads,
-                group=spec.group,
-                window=kind.window,
-                tile_classes=tile_classes,
-                kv_tile=block_size,
-                num_cores=device.num_cores,
-                batch_invariant=batch_invariant,
-            )
-            for kind, tile_classes in zip(spec.attention, classes, strict=True)
+    kinds = [
+        task_table.Decomposition(
+            num_kv_heads=spec.num_kv_heads,
+            group=spec.group,
+            window=kind.window,
+            tile_classes=tile_classes,
+            kv_tile=block_size,
+            num_cores=device.num_cores,
+            batch_invariant=batch_invariant,
         )
-
-    return tasks
+        for kind, tile_classes in zip(spec.attention, classes, strict=True)
+    ]
+    return lambda tokens: tuple(kind(tokens) for kind in kinds)

@@ -28,6 +28,8 @@ mix and gives the verify a third class of 64 rows; a class is a compiled kernel 
 two.)
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -234,6 +236,62 @@ def build(
         classes.append(TaskList(size, tasks, core_start))
     merges = _merges(tiles, counts, part_of_head[is_cut], num_kv_heads)
     return TaskTable(tuple(classes), merges, np.array([len(merges), starts[-1]], np.int32))
+
+
+class Decomposition:
+    """`build` for one attention kind, iteration after iteration.
+
+    While the same chunks of one token go on, each sequence has a key more than before, and the
+    tasks that read its last keys are lengthened by it. They are cut and dealt anew when that has
+    gone on for a quarter of a KV tile: that takes an event loop ten times as long.
+
+    settings  as `build` takes them
+    """
+
+    def __init__(self, **settings: Any):
+        self._settings = settings
+        self._can_grow = not (settings.get("window") or settings.get("batch_invariant"))
+        self._longest_growth = settings["kv_tile"] // 4
+        self._table: TaskTable | None = None
+        self._grown = 0
+        self._next_len: I32 = np.zeros(0, np.int32)  # of the keys, if the same chunks go on
+        self._growth: list[I32] = []  # what a key more adds to the tasks of each class
+
+    def __call__(self, table: TokenTable) -> TaskTable:
+        """The attention tasks of an iteration."""
+        is_decode = self._can_grow and len(table.positions) == len(table.kv_len)
+        if (
+            is_decode
+            and self._table is not None
+            and self._grown < self._longest_growth
+            and np.array_equal(table.kv_len, self._next_len)
+        ):
+            self._grown += 1
+            made = self._grow(self._table)
+        else:
+            self._grown = 0
+            made = build(table, **self._settings)
+            self._growth = [_growth(c, table.kv_len) for c in made.classes] if is_decode else []
+        self._table = made if is_decode else None
+        self._next_len = table.kv_len + 1
+        return made
+
+    def _grow(self, before: TaskTable) -> TaskTable:
+        """The same tasks, with one key more of each sequence."""
+        lists = zip(before.classes, self._growth, strict=True)
+        classes = tuple(TaskList(c.tile_q, c.tasks + more, c.core_start) for c, more in lists)
+        return TaskTable(classes, before.merges, before.parts)
+
+
+def _growth(tasks: TaskList, kv_len: I32) -> I32:
+    """[W, len(TASK_FIELDS)] what one key more adds to the tasks of chunks of one token."""
+    seq, kv_end = (tasks.tasks[:, TASK_FIELDS.index(name)] for name in ("seq", "kv_end"))
+    added = np.zeros_like(tasks.tasks)
+    is_last = kv_end == kv_len[seq]
+    added[:, TASK_FIELDS.index("kv_end")] = is_last
+    added[:, TASK_FIELDS.index("load")] = is_last * tasks.tile_q
+    added[:, TASK_FIELDS.index("past")] = 1
+    return added
 
 
 def max_part_rows(

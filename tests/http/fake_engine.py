@@ -4,12 +4,13 @@ It has TextEngine's interface. A token is one character, its id the code point.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xylite.config import EngineConfig
 from xylite.errors import EngineError, Overloaded, RequestError
+from xylite.runtime.event_queue import EventQueue
 from xylite.runtime.request import Limits, SamplingParams, check_params
 from xylite.runtime.stats import RequestRecord
 from xylite.text.chat import render_chat
@@ -25,7 +26,7 @@ TEMPLATE = ChatTemplate(
     {},
 )
 
-Item = TextEvent | asyncio.Event | BaseException
+Item = TextEvent | asyncio.Event | Exception
 
 
 @dataclass(eq=False)
@@ -130,37 +131,41 @@ def default_script(call: Call) -> Iterable[Item]:
     return events
 
 
-class FakeStream:
-    """TextStream over a script."""
+class FakeStream(EventQueue[TextEvent]):
+    """TextStream over a script, which runs whether its events are read or not."""
 
     def __init__(self, engine: "FakeEngine", call: Call):
+        super().__init__(call.params.n)
         self.request_id = call.request_id or "fake"
         self.prompt_token_ids = call.ids
         self._engine = engine
         self._call = call
-        self._script = iter(engine.script(call))
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def __aiter__(self) -> AsyncIterator[TextEvent]:
-        # Leaving the loop early does not stop the work: only aclose() does.
-        for item in self._script:
+    async def _run(self) -> None:
+        for item in self._engine.script(self._call):
             if isinstance(item, asyncio.Event):
                 await self._engine.either(item)
-            elif isinstance(item, BaseException):
-                raise item
+            elif isinstance(item, Exception):
+                self.abandon(item)
+                return
             else:
                 self._call.num_events += 1
-                yield item
+                self.add(item, is_last=item.finish_reason is not None)
             if self._engine.is_aborting:
                 is_dead = self._engine.dead.is_set()
                 self._end("error" if is_dead else "abort")
                 error = EngineError("stopped", code="engine_dead" if is_dead else "shutdown")
-                yield TextEvent(index=0, finish_reason="error", error=error)
+                self.add(TextEvent(index=0, finish_reason="error", error=error), is_last=True)
                 return
         self._end("stop")
+        self.close()
 
     async def aclose(self) -> None:
         self._call.is_closed = True
+        self._task.cancel()
         self._end("abort")
+        self.close()
 
     def _end(self, reason: str) -> None:
         if self._call.is_over:

@@ -42,5 +42,5 @@ def test_attributes_are_those_of_the_real_one() -> None:
         assert hasattr(FakeEngine(), name)
         assert hasattr(real, name) or name in declared
     assert real.state == "loading"
-    for name in ("__aiter__", "aclose"):
+    for name in ("__aiter__", "aclose", "watch", "take", "is_over"):
         assert hasattr(FakeStream, name) and hasattr(TextStream, name)

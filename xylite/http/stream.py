@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from xylite.text_engine import Pending, TextEvent, TextStream
 
 # How often a waiting request looks whether its client is still there.
 TICK_S = 1.0
+SMALL = 16 * 1024  # bytes that a transport takes without waiting if it has none
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -105,6 +107,7 @@ class Delivery:
         self._whole = whole
         self._tick_s = tick_s
         self._num_open = len(streams) * n
+        self._open_of = [n] * len(streams)
         self._pending: dict[tuple[int, int], Pending] = {}
         self._started = self._closing = False
         self._failure: BaseException | None = None
@@ -115,9 +118,10 @@ class Delivery:
             for at in (limits.first_token, limits.end)
             if at is not None
         ]
-        self._pumps = [self._loop.create_task(self._pump(i, s)) for i, s in enumerate(streams)]
-        for pump in self._pumps:
-            pump.add_done_callback(self._pump_ended)
+        self._silent_since = self._loop.time()
+        self._ticker = self._loop.call_later(tick_s, self._tick)
+        for i, stream in enumerate(streams):
+            stream.watch(partial(self._take, i, stream))
 
     @property
     def is_over(self) -> bool:
@@ -146,32 +150,44 @@ class Delivery:
     async def aclose(self) -> None:
         """Stop what still runs."""
         self._closing = True
-        for timer in self._timers:
+        for timer in (*self._timers, self._ticker):
             timer.cancel()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
         for stream in self._streams:
             await stream.aclose()
 
-    async def _pump(self, prompt: int, stream: TextStream) -> None:
-        num_open = self._n
-        async for event in stream:
-            self._started = True
-            if event.finish_reason in ("error", "abort"):
-                raise self._stopped_by_engine(event)
-            pending = self._pending.get((prompt, event.index))
-            if pending is None:
-                self._pending[prompt, event.index] = Pending(event)
-            else:
-                pending.add(event)
-            if event.finish_reason is not None:
-                num_open -= 1
-                self._num_open -= 1
-            if self._is_ready():
-                self._wake()
-        if num_open:
-            raise EngineError(f"the engine gave no end to {num_open} of {self._n} sequences")
+    def _take(self, prompt: int, stream: TextStream) -> None:
+        """Something of a prompt's answer has come: keep it until the next batch is taken.
+
+        Here and not where batches are taken, so that a client that reads slowly holds up neither
+        the end of the work nor the merging.
+        """
+        if self._closing:
+            return
+        try:
+            while events := stream.take():
+                for event in events:
+                    self._keep(prompt, event)
+            left = self._open_of[prompt]
+            if stream.is_over and left:
+                raise EngineError(f"the engine gave no end to {left} of {self._n} sequences")
+        except Exception as e:  # noqa: BLE001 - raised again for whoever takes the batches
+            self._fail(e)
+        if self._is_ready():
+            self._wake()
+
+    def _keep(self, prompt: int, event: TextEvent) -> None:
+        self._started = True
+        finish = event.finish_reason
+        if finish == "error" or finish == "abort":
+            raise self._stopped_by_engine(event)
+        pending = self._pending.get((prompt, event.index))
+        if pending is None:
+            self._pending[prompt, event.index] = Pending(event)
+        else:
+            pending.add(event)
+        if finish is not None:
+            self._open_of[prompt] -= 1
+            self._num_open -= 1
 
     def _stopped_by_engine(self, event: TextEvent) -> XyliteError:
         """Why a sequence ended that neither its client nor the model ended."""
@@ -181,13 +197,6 @@ class Delivery:
         if state in ("draining", "closed"):
             return shutting_down()
         return event.error or EngineError("the engine stopped this request", code="aborted")
-
-    def _pump_ended(self, task: asyncio.Task[None]) -> None:
-        failure = None if task.cancelled() else task.exception()
-        if task.cancelled() and not self._closing:
-            failure = EngineError("the engine stopped this request", code="aborted")
-        if failure is not None:
-            self._fail(failure)
 
     def _expire(self, at: float) -> None:
         """A time limit has come. Here and not where batches are taken, as a client that reads
@@ -212,13 +221,20 @@ class Delivery:
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
+        self._silent_since = self._loop.time()
         self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(self._tick_s, self._wake)
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
+
+    def _tick(self) -> None:
+        """Wake the request if it waits since tick_s; one timer for all its waits."""
+        left = self._silent_since + self._tick_s - self._loop.time()
+        if left <= 0:
+            self._wake()
+            left = self._tick_s
+        self._ticker = self._loop.call_later(left, self._tick)
 
     def _require_client(self) -> None:
         """ClientGone if there is none.
@@ -258,17 +274,25 @@ class EventStream:
         if not data:
             return
         try:
-            async with asyncio.timeout(self._service.write_stall_s):
-                if not self.started:
-                    self.started = True
-                    await self.response.prepare(self._request)
+            if self.started and len(data) <= SMALL and self._is_flowing():
                 await self.response.write(data)
+            else:
+                async with asyncio.timeout(self._service.write_stall_s):
+                    if not self.started:
+                        self.started = True
+                        await self.response.prepare(self._request)
+                    await self.response.write(data)
         except ConnectionError:
             raise ClientGone from None
         except TimeoutError:
             self._service.metrics.num_slow_clients += 1
             raise ClientGone from None
         self._last_send = self._loop.time()
+
+    def _is_flowing(self) -> bool:
+        """Whether the client has taken all that was written, or the system for it."""
+        transport = self._request.transport
+        return transport is not None and not transport.get_write_buffer_size()
 
     async def fail(self, error: dict[str, Any]) -> None:
         """Tell the client that the answer is not whole, and end."""

@@ -30,16 +30,19 @@ class Sink(Protocol):
 class EventQueue(Generic[E]):
     """Events of one request in order, for one reader: ends after `num_open` last events.
 
+    The reader iterates; or it is called when there is something to `take`, see `watch`.
+
     wake_by  is given what wakes the reader, and calls it when it is this reader's turn; None = at
              once
     """
 
     def __init__(self, num_open: int, wake_by: Callable[[Callable[[], None]], None] | None = None):
         self._events: deque[E] = deque()
-        self._ready = asyncio.Event()
         self._open = num_open
         self._error: XyliteError | None = None
         self._wake_by = wake_by
+        self._waiter: asyncio.Future[None] | None = None
+        self._watcher: Callable[[], None] | None = None
 
     def add(self, event: E, *, is_last: bool) -> None:
         """Append an event; is_last: no more come of its sequence."""
@@ -56,13 +59,43 @@ class EventQueue(Generic[E]):
     def close(self) -> None:
         """No more events come: the reader gets those that are there, and then the end."""
         self._open = 0
-        self._ready.set()
+        self._ready()
+        self._watcher = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to read, nor will come."""
+        return not self._events and self._open <= 0
+
+    def watch(self, ready: Callable[[], None]) -> None:
+        """Call `ready` when there is something to take, or the end has come, until the end.
+
+        A reader that needs no task of its own: that saves a third of what an event costs.
+        """
+        self._watcher = ready
+        if self._events or self._error is not None or self._open <= 0:
+            self._wake()
+
+    def take(self) -> list[E]:
+        """All that is there; the error, if there is one, once nothing else is."""
+        if not self._events and self._error is not None and self._open > 0:
+            self._open = 0
+            raise self._error
+        events = list(self._events)
+        self._events.clear()
+        return events
 
     def _wake(self) -> None:
         if self._wake_by is None:
-            self._ready.set()
-        else:
-            self._wake_by(self._ready.set)
+            self._ready()
+        elif self._waiter is not None or self._watcher is not None:
+            self._wake_by(self._ready)
+
+    def _ready(self) -> None:
+        if self._watcher is not None:
+            self._watcher()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def __aiter__(self) -> "EventQueue[E]":
         return self
@@ -74,8 +107,11 @@ class EventQueue(Generic[E]):
             if self._error is not None:
                 self._open = 0
                 raise self._error
-            self._ready.clear()
-            await self._ready.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return self._events.popleft()
 
 

@@ -140,10 +140,10 @@ class FakeStream(EventQueue[TextEvent]):
         self.prompt_token_ids = call.ids
         self._engine = engine
         self._call = call
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(self._run(engine.script(call)))
 
-    async def _run(self) -> None:
-        for item in self._engine.script(self._call):
+    async def _run(self, script: Iterable[Item]) -> None:
+        for item in script:
             if isinstance(item, asyncio.Event):
                 await self._engine.either(item)
             elif isinstance(item, Exception):

@@ -7,6 +7,7 @@ tabulating a step is a short loop over chunks and a fixed number of numpy calls.
 
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from xylite.runtime.step import I32, SampleTable, StateReset, Step, TaskTable, T
 TaskBuilder = Callable[[TokenTable], tuple[TaskTable, ...]]
 
 _EMPTY = np.zeros(0, np.int32)
+_NO_MASK = np.zeros(0, np.bool_)
+_NO_RESET = StateReset(rows=_EMPTY, tokens=_EMPTY, start=np.zeros(1, np.int32), output=_EMPTY)
 
 
 def _no_tasks(table: TokenTable) -> tuple[TaskTable, ...]:
@@ -52,6 +55,11 @@ class Tabulator:
         self._sparse = np.zeros(n, np.bool_)
         self._bias: list[tuple[I32, np.ndarray]] = [(_EMPTY, np.zeros(0, np.float32))] * n
         self._ends: list[I32] = [_EMPTY] * n
+        # Of iterations of decodes alone, all that does not change with the tokens.
+        self._count = np.arange(n + 1, dtype=np.int32)
+        self._zero = np.zeros(n, np.int32)
+        self._none = np.full(n, -1, np.int32)
+        self._kept: tuple[I32, I32, SampleTable] | None = None
 
     def _set_row(self, seq: Sequence) -> None:
         row, p = seq.row, seq.request.params
@@ -81,6 +89,16 @@ class Tabulator:
         for seq in plan.admitted:
             if seq.row >= 0:
                 self._set_row(seq)
+                self._kept = None
+        chunks = plan.chunks
+        if not plan.copies and all(
+            c.num == 1 and c.samples and not is_masked(c.seq) for c in chunks
+        ):
+            return self._decodes(plan)
+        return self._mixed(plan)
+
+    def _mixed(self, plan: Plan) -> Step:
+        """The arrays of any chunks."""
         chunks = plan.chunks
         n = len(chunks)
         rows = np.fromiter((c.seq.row for c in chunks), np.int32, n)
@@ -104,13 +122,73 @@ class Tabulator:
             zero_blocks=np.array(plan.zero, np.int32),
             copy_src=np.fromiter((c.src for c in plan.copies), np.int32, len(plan.copies)),
             copy_dst=np.fromiter((c.dst for c in plan.copies), np.int32, len(plan.copies)),
-            reset=_state_reset(plan.admitted),
+            reset=_state_reset(plan.admitted) if plan.admitted else _NO_RESET,
             prompt_rows=prompt_rows,
             prompt_targets=prompt_targets,
             num_prompt_logprobs=num_prompt_logprobs,
             compact=any(c.draft is not None and c.draft.parents for c in chunks),
             num_mask_rows=num_mask_rows,
         )
+
+    def _decodes(self, plan: Plan) -> Step:
+        """The arrays of chunks of one token, each followed by a drawn one.
+
+        So they are most of the time, and mostly of the same sequences as before.
+        """
+        chunks = plan.chunks
+        n = len(chunks)
+        rows = np.array([c.seq.row for c in chunks], np.int32)
+        start = np.array([c.start for c in chunks], np.int32)
+        tokens = [0] * n
+        carry = [-1] * n
+        for i, c in enumerate(chunks):
+            seq = c.seq
+            if c.start < len(seq.tokens):
+                tokens[i] = seq.tokens[c.start]
+            else:
+                carry[i] = seq.sample_row
+            seq.sample_row = i
+        each, size = self._count[:n], self._block_size
+        block_table = self._block_table(chunks, rows)
+        table = TokenTable(
+            tokens=np.array(tokens, np.int32),
+            positions=start,
+            slots=block_table[each, start // size] * size + start % size,
+            seq_of=each,
+            carry=np.array(carry, np.int32),
+            q_start=self._count[: n + 1],
+            kv_len=start + 1,
+            num_draft=self._zero[:n],
+            bias_start=self._none[:n],
+            block_table=block_table,
+            tree_mask=_NO_MASK,
+            logit_rows=each,
+        )
+        return Step(
+            number=plan.number,
+            table=table,
+            sample=self._kept_sample_table(plan, rows, table),
+            tasks=self._tasks(table),
+            zero_blocks=np.array(plan.zero, np.int32),
+            copy_src=_EMPTY,
+            copy_dst=_EMPTY,
+            reset=_state_reset(plan.admitted) if plan.admitted else _NO_RESET,
+            prompt_rows=_EMPTY,
+            prompt_targets=_EMPTY,
+            num_prompt_logprobs=0,
+            compact=False,
+            num_mask_rows=0,
+        )
+
+    def _kept_sample_table(self, plan: Plan, rows: I32, table: TokenTable) -> SampleTable:
+        """That of the iteration before, as far as it is still right."""
+        kept = self._kept
+        if kept is not None and np.array_equal(kept[0], rows):
+            return replace(kept[2], token_index=table.kv_len - kept[1])
+        sample, _ = self._sample_table(plan, rows, table.kv_len, table.q_start)
+        has_biases = bool(self._sparse[rows].any())  # which depend on min_tokens
+        self._kept = None if has_biases else (rows, table.kv_len - sample.token_index, sample)
+        return sample
 
     def _block_table(self, chunks: list[Chunk], rows: I32) -> I32:
         width = 1

@@ -12,7 +12,7 @@ from typing import Any, Final
 from xylite.config import EngineConfig
 from xylite.errors import Closed, EngineError, Overloaded, RequestError, check_list
 from xylite.runtime.request import FinishReason, SamplingParams, check_params
-from xylite.text_engine import Pending, TextEngine, TextEvent, TextLogprob, TextStream
+from xylite.text_engine import TextEngine, TextEvent, TextLogprob, TextStream
 
 FULL_S: Final = 0.002  # until a prompt is offered again to an engine that is full
 
@@ -73,7 +73,7 @@ class LLM:
         if model is not None:
             settings["model"] = model
         self._engine = TextEngine(EngineConfig(**settings))
-        self._loop = asyncio.new_event_loop()
+        self._loop = _new_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="xylite-llm", daemon=True
         )
@@ -153,19 +153,11 @@ class LLM:
     ) -> list[Completion]:
         async with self._room.taken(params.n):
             stream = await self._submit(prompt, params)
-            answers: dict[int, Pending] = {}
             try:
-                async for event in stream:
-                    if event.error is not None:
-                        raise event.error
-                    if event.index in answers:
-                        answers[event.index].add(event)
-                    else:
-                        answers[event.index] = Pending(event)
+                answers = await stream.merged()
             finally:
                 await stream.aclose()
-        prompt_ids = stream.prompt_token_ids
-        return [_completion(answers[i].merged(), prompt_ids) for i in range(params.n)]
+        return [_completion(answer, stream.prompt_token_ids) for answer in answers]
 
     async def _submit(self, prompt: str | Sequence[int], params: SamplingParams) -> TextStream:
         """Queue a prompt that has its places."""
@@ -188,6 +180,15 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _end(engine: TextEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

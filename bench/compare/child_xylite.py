@@ -4,6 +4,8 @@ import asyncio
 import time
 from typing import Any
 
+import uvloop
+
 from bench.compare import child
 from xylite import EngineConfig, SamplingParams, TextEngine
 
@@ -11,7 +13,7 @@ from xylite import EngineConfig, SamplingParams, TextEngine
 def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
     settings: dict[str, Any] = {"num_threads": start.threads} if start.threads else {}
     settings |= {"model": start.model, "enable_prefix_caching": False} | start.settings
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()  # as LLM does
     engine = TextEngine(EngineConfig(**settings))
     loop.run_until_complete(engine.__aenter__())
 
@@ -20,15 +22,8 @@ def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
         begin = time.perf_counter()
         streams = [await engine.submit(prompt, params) for prompt in prompts]
 
-        async def read(stream: Any) -> None:
-            count = 0
-            async for event in stream:
-                if event.error is not None:
-                    raise event.error
-                count = event.num_output
-            assert count == new, f"{count} tokens instead of {new}"
-
-        await asyncio.gather(*map(read, streams))
+        for (answer,) in await asyncio.gather(*(stream.merged() for stream in streams)):
+            assert answer.num_output == new, f"{answer.num_output} tokens instead of {new}"
         return time.perf_counter() - begin
 
     def seconds(prompts: child.Prompts, new: int) -> float:

@@ -54,3 +54,65 @@ async def test_a_closed_queue_gives_what_it_holds_and_ends() -> None:
     queue.close()
     assert await read(queue) == [(1,)]
     assert await read(queue) == []
+
+
+def watched(queue: TokenQueue) -> list[object]:
+    """What a reader that is called takes, errors among it, and "end"."""
+    seen: list[object] = []
+
+    def ready() -> None:
+        try:
+            while taken := queue.take():
+                seen.append([event.tokens for event in taken])
+        except EngineError as e:
+            seen.append(str(e))
+        if queue.is_over:
+            seen.append("end")
+
+    queue.watch(ready)
+    return seen
+
+
+async def test_who_watches_is_called_for_all_that_comes_and_the_end() -> None:
+    queue = TokenQueue(2)
+    queue.put(event(1))
+    queue.put(event(2))
+    seen = watched(queue)
+    assert seen == [[(1,), (2,)]]
+    queue.put(event(3, finish_reason="stop"))
+    queue.put(event(4, finish_reason="stop"))
+    assert seen[1:] == [[(3,)], [(4,)], "end"]
+
+
+async def test_who_watches_gets_an_error_after_what_was_there_and_once() -> None:
+    queue = TokenQueue(1)
+    queue.put(event(1))
+    queue.abandon(EngineError("broken"))
+    assert watched(queue) == [[(1,)], "broken", "end"]
+    assert queue.take() == []
+    queue = TokenQueue(1)
+    seen = watched(queue)
+    queue.abandon(EngineError("broken"))
+    assert seen == ["broken", "end"]
+
+
+async def test_who_watches_a_queue_that_is_closed_is_told_once() -> None:
+    queue = TokenQueue(2)
+    seen = watched(queue)
+    queue.close()
+    queue.close()
+    assert seen == ["end"]
+    assert watched(queue) == ["end"]
+
+
+async def test_who_watches_is_called_in_its_turn_and_takes_all_that_has_come() -> None:
+    gate = Turnstile(1)
+    queues = [TokenQueue(1, gate.call) for _ in range(3)]
+    readers = [watched(queue) for queue in queues]
+    for queue in queues:
+        queue.put(event(1))
+        queue.put(event(2, finish_reason="stop"))
+    assert readers[0] and not any(readers[1:])
+    for _ in range(6):
+        await asyncio.sleep(0)
+    assert readers[1:] == [[[(1,), (2,)], "end"]] * 2

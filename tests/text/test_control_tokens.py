@@ -64,7 +64,7 @@ def test_client_text_never_acts_as_a_control_token(name: str, source: str):
     want = encode_chat(tokenizer, chat_template, messages_, tools=tools_, template_kwargs=extra_)
 
     def control(ids: list[int]) -> list[int]:
-        return [i for i in ids if tokenizer.is_special(i)]
+        return [i for i in ids if i in tokenizer.special_ids]
 
     assert control(ids) == control(want)
     assert control(ids)
@@ -88,7 +88,7 @@ def test_turns_cannot_be_forged_by_any_pieces(contents: list[str]):
     for source in (CHATML, "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"):
         ids = encode_chat(BYTES, template(source), messages, add_generation_prompt=False)
         written = [START, END] * len(messages) if source == CHATML else [END]
-        assert [i for i in ids if BYTES.is_special(i)] == written
+        assert [i for i in ids if i in BYTES.special_ids] == written
 
 
 def test_role_may_complete_a_control_token():
@@ -102,7 +102,7 @@ def test_role_of_the_clients_own_completes_no_control_token():
     source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|im_end|>"
     source += "{% if messages[0].role == 'im_end' %}{% endif %}"
     ids = encode_chat(BYTES, template(source), [{"role": "im_end", "content": "a"}])
-    assert [i for i in ids if BYTES.is_special(i)] == [END]
+    assert [i for i in ids if i in BYTES.special_ids] == [END]
 
 
 def test_raw_control_tokens_act_if_the_operator_wants_it():

@@ -74,7 +74,7 @@ def test_control_tokens_in_plain_text_are_spelled_out(smollm: Tokenizer):
     assert smollm.decode(plain) == "<|im_end|>"
     for text in smollm.control_tokens:
         ids = smollm.encode_plain(f"a {text}{text} b")
-        assert not any(smollm.is_special(i) for i in ids)
+        assert not any(i in smollm.special_ids for i in ids)
         assert smollm.decode(ids) == f"a {text}{text} b"
 
 
@@ -108,7 +108,7 @@ def test_begin_token_is_added_once_and_only_if_asked_for():
 def test_added_tokens_that_are_not_control_tokens_still_act_in_plain_text():
     t = byte_level(user=("<tool_call>",))
     assert t.encode_plain("<tool_call>") == [t.token_id("<tool_call>")]
-    assert not t.is_special(t.encode_plain("<tool_call>")[0])
+    assert t.encode_plain("<tool_call>")[0] not in t.special_ids
 
 
 def test_control_token_that_merges_would_make_is_spelled_out():

@@ -187,12 +187,15 @@ class ChatForm:
         self._begun = True
         for prompt, event in batch:
             self.usage.count(prompt, event)
-            held = self._held.pop(event.index, None)
-            if held is not None:
+            if event.index in self._held:
+                held = self._held.pop(event.index)
                 held.add(event)
                 event = held.merged()
             if event.text or event.finish_reason is not None:
-                parts.append(await self._chunk(event))
+                logprobs = b"null"
+                if event.logprobs:
+                    logprobs = await chat_entries(event.logprobs, self._as_ids, self._turns)
+                parts.append(self._chunk(event, logprobs))
             elif event.token_ids or event.logprobs:
                 # Tokens without a whole character yet: told with the text they become.
                 self._held[event.index] = Pending(event)
@@ -211,26 +214,24 @@ class ChatForm:
             + b"}\n\n"
         )
 
-    async def _chunk(self, event: TextEvent) -> bytes:
-        says = event.text or event.logprobs
-        logprobs = b"null"
-        if event.logprobs:
-            logprobs = await chat_entries(event.logprobs, self._as_ids, self._turns)
-        parts = [
-            self._head,
-            b'{"index":%d,"delta":' % event.index,
-            b'{"content":' + _encode(event.text) + b"}" if says else b"{}",
-            b',"logprobs":',
-            logprobs,
-            b',"finish_reason":',
-            _encode(event.finish_reason),
-        ]
+    def _chunk(self, event: TextEvent, logprobs: bytes) -> bytes:
+        delta, ending, ids = b"{}", b"null", b""
+        if event.text or event.logprobs:
+            delta = b'{"content":%b}' % _encode(event.text)
         if event.finish_reason is not None:
-            parts += [b',"stop_reason":', _encode(event.stop_reason)]
+            stop_reason = _encode(event.stop_reason)
+            ending = b'%b,"stop_reason":%b' % (_encode(event.finish_reason), stop_reason)
         if self._token_ids:
-            parts += [b',"token_ids":', _encode(event.token_ids)]
-        parts += [b"}]", self._usage(), b"}\n\n"]
-        return b"".join(parts)
+            ids = b',"token_ids":' + _encode(event.token_ids)
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}]%b}\n\n' % (
+            self._head,
+            event.index,
+            delta,
+            logprobs,
+            ending,
+            ids,
+            self._usage(),
+        )
 
     def _usage(self) -> bytes:
         if not self._include_usage:

@@ -1,5 +1,7 @@
 """After an iteration: what it produced enters the sequences, or they end with its failure."""
 
+from collections.abc import Sequence as Ids
+
 from xylite.errors import EngineError, XyliteError
 from xylite.runtime.logprobs import token_logprob
 from xylite.runtime.plan import Chunk, Plan
@@ -9,6 +11,7 @@ from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import LogprobRows, StepResult
 
 Outcome = tuple[Sequence, TokenEvent]
+Rows = Ids[int]  # of the step's result, those of one chunk that count
 
 
 def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Outcome]:
@@ -21,52 +24,58 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Outcome]:
     queues.blocks.commit(plan.number)
     ids = result.ids.tolist()
     accepted = result.accepted.tolist()
+    scores = result.prompt_logprobs
     row = prompt_row = 0
     for chunk in plan.chunks:
         seq = chunk.seq
-        end = row + 1 + chunk.num_draft if chunk.samples else row
-        rows = [r for r in range(row, end) if accepted[r]]
-        row = end
-        if seq.epoch == chunk.epoch and seq.finish is None:
-            if result.prompt_logprobs is not None and chunk.num_prompt_rows:
-                seq.prompt_logprobs.add(
-                    chunk.start + 1, result.prompt_logprobs, prompt_row, chunk.num_prompt_rows
-                )
+        rows: Rows = ()
+        if chunk.samples:
+            end = row + 1 + chunk.num_draft
+            rows = (row,) if chunk.draft is None else [r for r in range(row, end) if accepted[r]]
+            row = end
+        is_current = seq.epoch == chunk.epoch and seq.finish is None
+        if scores is not None:
+            num = chunk.num_prompt_rows
+            if is_current and num:
+                seq.prompt_logprobs.add(chunk.start + 1, scores, prompt_row, num)
+            prompt_row += num
+        if is_current:
             event = _advance(queues, chunk, [ids[r] for r in rows], rows, result.logprobs)
             if event is not None:
                 outcomes.append((seq, event))
-        prompt_row += chunk.num_prompt_rows
         if seq.finish is not None:
             queues.leave(seq)
     return outcomes
 
 
 def _advance(
-    queues: Queues, chunk: Chunk, drawn: list[int], rows: list[int], logprobs: LogprobRows | None
+    queues: Queues, chunk: Chunk, drawn: list[int], rows: Rows, logprobs: LogprobRows | None
 ) -> TokenEvent | None:
     """Append drawn tokens up to the first that ends the sequence."""
     seq = chunk.seq
     request = seq.request
     params = request.params
-    new: list[int] = []
     stop_token: int | None = None
     error: EngineError | None = None
+    before = num = seq.num_output
     for token in drawn:
-        new.append(token)
         seq.append(token)
+        num += 1
         ends = token in request.end_tokens or token in params.stop_token_ids
-        if ends and seq.num_output > params.min_tokens:
+        if ends and num > params.min_tokens:
             seq.finish, stop_token = "stop", token
             break
-        if seq.num_output >= request.max_tokens:
+        if num >= request.max_tokens:
             seq.finish = "length"
             break
+    new = drawn if len(drawn) == num - before else drawn[: num - before]
     seq.num_computed = chunk.start + chunk.num - chunk.num_draft + max(len(new) - 1, 0)
     seq.num_planned = max(seq.num_planned, seq.num_computed)
     if seq.num_planned == seq.num_computed:
         seq.num_pending = 0
     if new:
-        _count_draft(queues.counters, chunk, min(len(drawn) - 1, len(new)))
+        if chunk.draft is not None:
+            _count_draft(queues.counters, chunk, min(len(drawn) - 1, len(new)))
         if seq.constraint is not None and seq.finish is None:
             error = _accepted(seq, new)
     elif request.max_tokens == 0 and seq.num_computed >= seq.num_prompt:
@@ -74,12 +83,12 @@ def _advance(
     queues.blocks.publish(seq, seq.last_step)
     if not new and seq.finish is None:
         return None
-    first = seq.num_output == len(new)
+    scored = before == 0 and seq.wants_prompt_logprobs
     return TokenEvent(
         index=seq.index,
         tokens=tuple(new),
         logprobs=_logprobs(new, rows, logprobs, params.logprobs),
-        prompt_logprobs=seq.prompt_logprobs if first and seq.wants_prompt_logprobs else None,
+        prompt_logprobs=seq.prompt_logprobs if scored else None,
         finish_reason=seq.finish,
         stop_token=stop_token,
         num_cached=max(seq.num_cached, 0),
@@ -88,8 +97,6 @@ def _advance(
 
 
 def _count_draft(counters: Counters, chunk: Chunk, num_accepted: int) -> None:
-    if chunk.draft is None:
-        return
     counters.spec_num_drafts += 1
     counters.spec_num_draft_tokens += chunk.num_draft
     counters.spec_num_accepted_tokens += num_accepted
@@ -176,7 +183,7 @@ def _accepted(seq: Sequence, new: list[int]) -> EngineError | None:
 
 
 def _logprobs(
-    tokens: list[int], rows: list[int], logprobs: LogprobRows | None, top: int | None
+    tokens: list[int], rows: Rows, logprobs: LogprobRows | None, top: int | None
 ) -> tuple[TokenLogprob, ...] | None:
     if top is None or logprobs is None:
         return None

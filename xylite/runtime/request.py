@@ -151,9 +151,9 @@ class TokenLogprob:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen takes twice as long to make, and each token has one
 class TokenEvent:
-    """New tokens of one sequence of a request, or its end, or both.
+    """New tokens of one sequence of a request, or its end, or both. Never changed.
 
     index            which of the request's n sequences
     logprobs         one per token, if asked for

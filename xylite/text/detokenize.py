@@ -21,7 +21,7 @@ class Detokenizer:
                          Python only, and changes nothing here
     """
 
-    __slots__ = ("_decoder", "_in_prompt", "_skip", "_strip", "_tokenizer")
+    __slots__ = ("_decoder", "_in_prompt", "_left_out", "_strip", "_token_bytes")
 
     def __init__(
         self,
@@ -31,18 +31,15 @@ class Detokenizer:
         *,
         spaces_between_special_tokens: bool = True,
     ):
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._token_bytes = tokenizer.token_bytes
+        self._left_out = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.decoding.strip_first and not prompt_tail_ids
         self._decoder.decode(self._bytes(prompt_tail_ids[-4:]))
         self._in_prompt = bool(self._decoder.getstate()[0])  # it ends within a character
 
     def _bytes(self, ids: Iterable[int]) -> bytes:
-        tokenizer = self._tokenizer
-        if self._skip:
-            return b"".join(tokenizer.token_bytes(i) for i in ids if not tokenizer.is_special(i))
-        return b"".join(map(tokenizer.token_bytes, ids))
+        return b"".join([self._token_bytes(i) for i in ids if i not in self._left_out])
 
     def _first(self, text: str) -> str:
         """The text without what is not its own at its beginning.

@@ -186,6 +186,7 @@ class Tokenizer:
     vocab_size       ids with a meaning are [0, vocab_size)
     control_tokens   text -> id of tokens that structure a prompt; never read from foreign text
     special_tokens   the named ones: {"bos_token": "<s>", ...}
+    special_ids      tokens that skip_special_tokens leaves out of texts
     bos_id, eos_id   their ids, if the model has them
     max_token_bytes  no token stands for more bytes of text than this
     decoding         how token bytes make text
@@ -198,7 +199,7 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self.decoding = _decoding(description["decoder"])
         self._bytes = _bytes_of_tokens(inner, added, self.decoding)
-        self._special_ids = frozenset(i for i, t in added.items() if t.special)
+        self.special_ids = frozenset(i for i, t in added.items() if t.special)
         self.vocab_size = len(self._bytes)
         self.special_tokens = dict(special_tokens)
         self.control_tokens: Mapping[str, int] = {
@@ -210,7 +211,7 @@ class Tokenizer:
         self.max_token_bytes = max(1, longest) * _shrink(description["normalizer"])
         # What the model makes of text it does not know is no control token, whatever its type.
         self._unknown = {inner.token_to_id(t) for t in [self.special_tokens.get("unk_token")] if t}
-        self._control_ids = self._special_ids - self._unknown
+        self._control_ids = self.special_ids - self._unknown
 
         nonce = secrets.token_hex(16)
         self._alias = {t: f"\ue000{nonce}:{i}\ue001" for t, i in self.control_tokens.items()}
@@ -333,7 +334,7 @@ class Tokenizer:
         Equals what Detokenizer gives for the same ids, however they are cut.
         """
         text = b"".join(
-            self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self._special_ids)
+            self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self.special_ids)
         ).decode("utf-8", "replace")
         return text[1:] if self.decoding.strip_first and text.startswith(" ") else text
 
@@ -349,10 +350,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token as text, for showing; U+FFFD stands for parts of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether skip_special_tokens leaves this token out of texts."""
-        return token_id in self._special_ids
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text in the vocabulary."""

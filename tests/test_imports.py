@@ -23,6 +23,7 @@ HOST = (
     "runtime.logprobs",
     "runtime.trials",
     "runtime.scheduler",
+    "runtime.masks",
     "runtime.token_table",
     "runtime.task_table",
     "runtime.step",

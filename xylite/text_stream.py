@@ -200,7 +200,8 @@ class TextStream(EventQueue[TextEvent]):
     async def merged(self) -> list[TextEvent]:
         """The whole answer, one event for each sequence; raises what it failed with.
 
-        In place of iterating, and cheaper: nobody is woken before it is there.
+        In place of iterating, and cheaper: nobody is woken before it is there. Of a stream that is
+        closed, what had come.
         """
         answers: dict[int, Pending] = {}
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -225,7 +226,7 @@ class TextStream(EventQueue[TextEvent]):
 
         self.watch(ready)
         await over
-        return [answers[i].merged() for i in range(self._params.n)]
+        return [answer.merged() for _, answer in sorted(answers.items())]
 
     async def aclose(self) -> None:
         """Stop the work, free what it held and end the iteration, also one that waits."""

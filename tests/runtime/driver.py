@@ -7,12 +7,13 @@ import numpy as np
 from tests.toy import WORDS, ToyExecutor
 from xylite.errors import EngineError
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.masks import fill_masks
 from xylite.runtime.plan import Plan
 from xylite.runtime.request import Request, TokenEvent
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.sequence import Sequence
 from xylite.runtime.step import Step
-from xylite.runtime.token_table import Tabulator, fill_masks
+from xylite.runtime.token_table import Tabulator
 
 
 class Driver:

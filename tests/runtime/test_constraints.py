@@ -13,10 +13,10 @@ from tests.runtime.tiny_run import V as TINY_V
 from tests.runtime.tiny_run import request as tiny_request
 from tests.runtime.tiny_run import run
 from tests.toy import WORDS, SumConstraint, V, expected_tokens, toy_request
+from xylite.runtime.masks import bits, fill_masks
 from xylite.runtime.request import Draft, SamplingParams
 from xylite.runtime.scheduler import Chunk, Plan
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.token_table import bits, fill_masks
 
 
 @st.composite

@@ -14,9 +14,10 @@ from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.drafters import Proposer
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
+from xylite.runtime.masks import fill_masks
 from xylite.runtime.request import Limits, Request, SamplingParams, TokenEvent, make_request
 from xylite.runtime.scheduler import Scheduler
-from xylite.runtime.token_table import Tabulator, fill_masks
+from xylite.runtime.token_table import Tabulator
 
 V = 60
 WORDS = -(-V // 32)

@@ -16,6 +16,7 @@ import numpy as np
 from xylite.errors import Closed, EngineError, Overloaded
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
+from xylite.runtime.masks import fill_masks
 from xylite.runtime.plan import Plan
 from xylite.runtime.request import Request
 from xylite.runtime.scheduler import Scheduler
@@ -23,7 +24,7 @@ from xylite.runtime.sequence import Sequence
 from xylite.runtime.stats import Observer, Tallies, snapshot
 from xylite.runtime.step import Step, StepResult
 from xylite.runtime.tickets import Ticket, Tickets
-from xylite.runtime.token_table import Tabulator, fill_masks
+from xylite.runtime.token_table import Tabulator
 
 PLAN_MARGIN_S = 0.003  # the next iteration is planned this long before the device is expected idle
 MAX_FAILED_STEPS = 5  # so many failing one after the other raise the question: is it the device?

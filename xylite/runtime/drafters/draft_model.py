@@ -31,10 +31,11 @@ from xylite.errors import EngineError
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.drafters import DraftOptions
 from xylite.runtime.executor import Executor
+from xylite.runtime.masks import fill_masks
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.token_table import Tabulator, fill_masks
+from xylite.runtime.token_table import Tabulator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -168,6 +168,10 @@ class Scheduler(Queues):
             needed -= need
             if seq.row < 0:  # preempted for one served before it
                 continue
+            if not need and seq.draft is None:
+                self._append(plan, seq, 1, None)
+                used += 1
+                continue
             draft = self._cut_draft(seq, spare)
             num = 1 + (len(draft) if draft else 0)
             free = self.blocks.num_free - needed

@@ -323,13 +323,14 @@ async def test_engine_that_died_is_told_to_every_stream(connect: Connect) -> Non
     assert (await client.get("/health")).status == 503
 
 
-async def test_client_that_does_not_read_is_closed(connect: Connect) -> None:
+@pytest.mark.parametrize("size", [200, 100_000])
+async def test_client_that_does_not_read_is_closed(connect: Connect, size: int) -> None:
     """The text of a stream that nobody reads is bounded, and then the client is given up."""
     more = asyncio.Event()
 
     def script(call: Call) -> Any:
         while True:
-            yield TextEvent(index=0, text="x" * 100_000, token_ids=(1,), num_output=1)
+            yield TextEvent(index=0, text="x" * size, token_ids=(1,), num_output=1)
             yield more
 
     engine = FakeEngine(script)

@@ -111,38 +111,6 @@ async def test_closing_a_stream_ends_its_iteration():
         async with asyncio.timeout(10):
             assert await reader is None
             assert [event async for event in stream] == []
-            assert await stream.merged() == []
-
-
-async def test_a_merged_answer_is_all_that_iterating_gives():
-    params = SamplingParams(max_tokens=20, n=3, temperature=1.0, seed=1, logprobs=1)
-    async with toy_text_engine() as engine, asyncio.timeout(20):
-        streams = [await engine.submit([65, 66], params) for _ in range(2)]
-        engine._engine._runner.open.set()
-        merged = await streams[0].merged()
-        events = [event async for event in streams[1]]
-    assert [answer.index for answer in merged] == [0, 1, 2]
-    for answer in merged:
-        pieces = [event for event in events if event.index == answer.index]
-        assert len(pieces) > 1
-        assert answer.text == "".join(piece.text for piece in pieces)
-        assert answer.token_ids == tuple(t for piece in pieces for t in piece.token_ids)
-        assert answer.logprobs == tuple(x for piece in pieces for x in piece.logprobs)
-        last = pieces[-1]
-        assert (answer.finish_reason, answer.num_output) == (last.finish_reason, last.num_output)
-
-
-async def test_a_merged_answer_fails_as_its_engine_does_and_can_be_given_up():
-    async with toy_text_engine() as engine, asyncio.timeout(20):
-        streams = [await engine.submit([65], ONE) for _ in range(2)]
-        given_up, failing = (asyncio.ensure_future(stream.merged()) for stream in streams)
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        engine._engine._die("it broke")
-        with pytest.raises(EngineError, match="it broke"):
-            await failing
-        assert given_up.cancelled()
 
 
 async def test_the_engine_tells_of_its_death():

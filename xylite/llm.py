@@ -12,7 +12,7 @@ from typing import Any, Final
 from xylite.config import EngineConfig
 from xylite.errors import Closed, EngineError, Overloaded, RequestError, check_list
 from xylite.runtime.request import FinishReason, SamplingParams, check_params
-from xylite.text_engine import TextEngine, TextEvent, TextLogprob, TextStream
+from xylite.text_engine import Pending, TextEngine, TextEvent, TextLogprob, TextStream
 
 FULL_S: Final = 0.002  # until a prompt is offered again to an engine that is full
 
@@ -153,11 +153,19 @@ class LLM:
     ) -> list[Completion]:
         async with self._room.taken(params.n):
             stream = await self._submit(prompt, params)
+            answers: dict[int, Pending] = {}
             try:
-                answers = await stream.merged()
+                async for event in stream:
+                    if event.error is not None:
+                        raise event.error
+                    if event.index in answers:
+                        answers[event.index].add(event)
+                    else:
+                        answers[event.index] = Pending(event)
             finally:
                 await stream.aclose()
-        return [_completion(answer, stream.prompt_token_ids) for answer in answers]
+        prompt_ids = stream.prompt_token_ids
+        return [_completion(answers[i].merged(), prompt_ids) for i in range(params.n)]
 
     async def _submit(self, prompt: str | Sequence[int], params: SamplingParams) -> TextStream:
         """Queue a prompt that has its places."""

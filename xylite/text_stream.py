@@ -3,7 +3,6 @@
 Stop strings, detokenisation, log-probabilities and usage are cut here, alike for every caller.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -196,37 +195,6 @@ class TextStream(EventQueue[TextEvent]):
             _SequenceText(tokenizer, request.prompt, request.params, stops)
             for _ in range(request.params.n)
         ]
-
-    async def merged(self) -> list[TextEvent]:
-        """The whole answer, one event for each sequence; raises what it failed with.
-
-        In place of iterating, and cheaper: nobody is woken before it is there. Of a stream that is
-        closed, what had come.
-        """
-        answers: dict[int, Pending] = {}
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def ready() -> None:
-            if over.done():
-                return
-            try:
-                while events := self.take():
-                    for event in events:
-                        if event.error is not None:
-                            raise event.error
-                        if event.index in answers:
-                            answers[event.index].add(event)
-                        else:
-                            answers[event.index] = Pending(event)
-            except XyliteError as e:
-                over.set_exception(e)
-            else:
-                if self.is_over:
-                    over.set_result(None)
-
-        self.watch(ready)
-        await over
-        return [answer.merged() for _, answer in sorted(answers.items())]
 
     async def aclose(self) -> None:
         """Stop the work, free what it held and end the iteration, also one that waits."""

@@ -22,8 +22,15 @@ def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
         begin = time.perf_counter()
         streams = [await engine.submit(prompt, params) for prompt in prompts]
 
-        for (answer,) in await asyncio.gather(*(stream.merged() for stream in streams)):
-            assert answer.num_output == new, f"{answer.num_output} tokens instead of {new}"
+        async def read(stream: Any) -> None:
+            count = 0
+            async for event in stream:
+                if event.error is not None:
+                    raise event.error
+                count = event.num_output
+            assert count == new, f"{count} tokens instead of {new}"
+
+        await asyncio.gather(*map(read, streams))
         return time.perf_counter() - begin
 
     def seconds(prompts: child.Prompts, new: int) -> float:

@@ -70,7 +70,7 @@ class EventQueue(Generic[E]):
     def watch(self, ready: Callable[[], None]) -> None:
         """Call `ready` when there is something to take, or the end has come, until the end.
 
-        A reader that needs no task of its own: that saves a third of what an event costs.
+        For readers that need no task of their own.
         """
         self._watcher = ready
         if self._events or self._error is not None or self._open <= 0:

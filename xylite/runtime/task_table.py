@@ -243,7 +243,7 @@ class Decomposition:
 
     While the same chunks of one token go on, each sequence has a key more than before, and the
     tasks that read its last keys are lengthened by it. They are cut and dealt anew when that has
-    gone on for a quarter of a KV tile: that takes an event loop ten times as long.
+    gone on for a quarter of a KV tile: that takes an event loop twenty times as long.
 
     settings  as `build` takes them
     """

@@ -1,7 +1,8 @@
 """One iteration as arrays only: what is computed, where its KV goes, how its tokens are chosen.
 
 A `Step` holds numpy arrays and numbers, no objects of the scheduler, so it can be recorded,
-replayed or sent to another rank. The executor turns it into a `StepResult`.
+replayed or sent to another rank. The executor turns it into a `StepResult`. Iterations share arrays
+that are the same for all of them, so nobody writes to one; `slots` alone are always a step's own.
 """
 
 from dataclasses import dataclass

@@ -17,6 +17,7 @@ from xylite.errors import EngineError, Overloaded, RequestError
 from xylite.http.generate import Answer, Prompt, submit
 from xylite.http.service import Service
 from xylite.runtime.request import Limits, SamplingParams
+from xylite.text.chat import MAX_CHAT_CHARS
 from xylite.text.tokenizer import Tokenizer
 from xylite.text_engine import INLINE_CHARS, PROMPTS_PER_TURN, TextEngine
 
@@ -100,6 +101,17 @@ async def test_a_text_that_waits_for_a_thread_when_the_engine_closes_is_told():
             go_on.set()
             await stops
     assert busy.result()
+
+
+async def test_only_a_text_that_is_to_be_cut_may_be_longer_than_the_context():
+    async with toy_text_engine() as engine:
+        text = "a" * (8192 * engine.tokenizer.max_token_bytes + 1)
+        with pytest.raises(RequestError, match="maximum context length is 8192") as refused:
+            await engine.encode(text)
+        assert refused.value.code == "context_length_exceeded"
+        assert len(await engine.encode(text, to_be_cut=True)) > 8192
+        with pytest.raises(RequestError, match="maximum context length is 8192"):
+            await engine.encode("a" * (MAX_CHAT_CHARS + 1), to_be_cut=True)
 
 
 async def test_closing_a_stream_ends_its_iteration():

@@ -26,7 +26,7 @@ from xylite.runtime.request import (
 from xylite.runtime.stats import Observer
 from xylite.runtime.turnstile import Turnstile
 from xylite.sampling_defaults import sampling_defaults
-from xylite.text.chat import encode_chat
+from xylite.text.chat import MAX_CHAT_CHARS, encode_chat
 from xylite.text.stop import check_stops
 from xylite.text.template import ChatTemplate
 from xylite.text.tokenizer import Tokenizer
@@ -191,12 +191,18 @@ class TextEngine:
             raise Closed("the engine was closed")
         return self._engine
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of text; control tokens in it are recognised, as tokenizers do."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, to_be_cut: bool = False
+    ) -> list[int]:
+        """Token ids of text; control tokens in it are recognised, as tokenizers do.
+
+        to_be_cut  the caller cuts the ids, so they may be more than the context holds
+        """
         self._running()
         if not isinstance(text, str):
             raise RequestError(f"text must be a string, got {short(text)}", param="text")
-        self._check_length(text)
+        if not to_be_cut or len(text) > MAX_CHAT_CHARS:
+            self._check_length(text)
         if len(text) <= INLINE_CHARS:
             await self._prompts.wait()
             return self.tokenizer.encode(text, add_special_tokens)

@@ -210,8 +210,20 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, to_be_cut: bool = False
+    ) -> list[int]:
+        # Its tokens are of one character; the real engine knows less, and refuses later.
+        if len(text) > self.limits.max_model_len and not to_be_cut:
+            raise self._too_long()
         return [ord(c) for c in text]
+
+    def _too_long(self) -> RequestError:
+        return RequestError(
+            f"This model's maximum context length is {self.limits.max_model_len} tokens.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         for i in ids:
@@ -262,12 +274,9 @@ class FakeEngine:
             raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
         if not all(0 <= i < self.limits.vocab_size for i in ids):
             raise RequestError("prompt holds a token id outside the vocabulary", param="prompt")
-        if len(ids) + (params.max_tokens or 1) > self.limits.max_model_len:
-            raise RequestError(
-                f"This model's maximum context length is {self.limits.max_model_len} tokens.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        least = 1 if params.max_tokens is None else params.max_tokens
+        if len(ids) + least > self.limits.max_model_len:
+            raise self._too_long()
         call = Call(prompt, ids, params, request_id, priority, cache_salt, add_special_tokens)
         self.calls.append(call)
         self._running.add(call)

@@ -303,3 +303,15 @@ async def test_ids_are_the_servers_own(connect: Connect) -> None:
     assert [a.headers["X-Request-Id"] for a in answers] == ["mine", "mine"]
     assert len(set(ids)) == 2
     assert [call.request_id for call in engine.calls] == ids
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_minus_one_truncates_a_chat_beside_the_tokens_asked_for(
+    connect: Connect, name: str
+) -> None:
+    engine = FakeEngine(max_model_len=20)
+    client = await connect(engine)
+    messages = [{"role": "user", "content": "a" * 30}]
+    body = {"messages": messages, "truncate_prompt_tokens": -1, "max_tokens": 1, name: 5}
+    assert (await client.post(CHAT, json=body)).status == 200
+    assert len(engine.calls[-1].ids) == 15

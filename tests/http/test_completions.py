@@ -221,6 +221,37 @@ async def test_prompts_can_be_truncated_on_request(connect: Connect) -> None:
         assert error["param"] == "truncation_side" and "'rigth'" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({"max_tokens": 5}, 15),
+        ({"max_tokens": 5.0, "truncation_side": "right"}, 15),
+        ({"max_tokens": 0, "echo": True}, 20),
+        ({}, 19),  # room for one token, and the answer ends there
+        ({"max_tokens": None}, 19),
+    ],
+)
+async def test_minus_one_truncates_to_what_the_context_holds_beside_the_answer(
+    connect: Connect, more: dict[str, Any], kept: int
+) -> None:
+    engine = FakeEngine(max_model_len=20)
+    client = await connect(engine)
+    text = "".join(map(chr, range(97, 122))) * 4
+    body = {"prompt": text, "truncate_prompt_tokens": -1, **more}
+    assert (await client.post(TEXT, json=body)).status == 200
+    cut = text[:kept] if "truncation_side" in more else text[-kept:]
+    assert engine.calls[-1].ids == tuple(map(ord, cut))
+
+
+async def test_truncation_makes_no_room_for_an_answer_longer_than_the_context(
+    connect: Connect,
+) -> None:
+    client = await connect(FakeEngine(max_model_len=20))
+    body = {"prompt": "a" * 30, "truncate_prompt_tokens": -1, "max_tokens": 20}
+    error = await error_of(await client.post(TEXT, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
 async def test_all_prompts_are_queued_or_none(connect: Connect) -> None:
     engine = FakeEngine()
     client = await connect(engine)

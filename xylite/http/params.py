@@ -148,7 +148,11 @@ async def banned_tokens(engine: TextEngine, words: Sequence[str] | None) -> list
 
 
 async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -> Prompt:
-    """The prompt cut to truncate_prompt_tokens, if that is asked for."""
+    """The prompt cut to truncate_prompt_tokens, if that is asked for.
+
+    -1 = to what the context holds beside the tokens that the request asks for: the number under
+    `prompt.limit_name`, already checked, or one where it is not given.
+    """
     side = asked.truncation_side or "left"
     if side not in ("left", "right"):
         raise RequestError(
@@ -159,7 +163,9 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
         return prompt
     longest = service.engine.limits.max_model_len
     if keep == -1:
-        keep = longest
+        wanted = whole(prompt.limit_name, getattr(asked, prompt.limit_name))
+        # If there is no room for them at all, that is what the error says.
+        keep = max(1, longest - (1 if wanted is None else wanted))
     if not 1 <= keep <= longest:
         raise RequestError(
             f"truncate_prompt_tokens must be -1 or in [1, {longest}], got {keep}",
@@ -168,5 +174,5 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
     ids = prompt.content
     if isinstance(ids, str):
         special = asked.add_special_tokens is not False
-        ids = await service.engine.encode(ids, add_special_tokens=special)
+        ids = await service.engine.encode(ids, add_special_tokens=special, to_be_cut=True)
     return replace(prompt, content=ids[-keep:] if side == "left" else ids[:keep])

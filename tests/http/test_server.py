@@ -226,6 +226,20 @@ async def test_port_is_free_again_at_once_although_a_connection_was_cut(
             assert answer.status == 200
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    "where",
+    [{"host": h} for h in ("a..b", "\u00e4" * 80, "a" * 64 + ".b")] + [{"uds": "a\0b"}],
+    ids=str,
+)
+def test_what_can_be_no_address_is_a_clear_error(where: dict[str, str], loop: str) -> None:
+    ((name, _),) = where.items()
+    listener = Listener(ServerConfig(port=0, **where))
+    with pytest.raises(ConfigError, match=f"^{name} .* cannot be an address") as wrong:
+        (asyncio.run if loop == "asyncio" else uvloop.run)(listener.bind())
+    assert wrong.value.param == name
+
+
 async def test_address_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -64,6 +64,12 @@ class Listener:
             where = config.uds or f"{config.host}:{config.port}"
             kind = XyliteError if e.errno == errno.EADDRINUSE else ConfigError
             raise kind(f"cannot listen on {where}: {_reason(e)}") from None
+        except ValueError as e:  # what no address can hold, such as an empty label or a NUL
+            self._unlock()
+            name = "host" if config.uds is None else "uds"
+            raise ConfigError(
+                f"{name} {getattr(config, name)!r} cannot be an address: {e}", param=name
+            ) from None
         self._server = server
         # Linux lets two sockets have one port while neither listens, unless one of them minds.
         _let_reuse(server, False)

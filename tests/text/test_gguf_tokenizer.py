@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.text.vocabularies import (
@@ -135,6 +136,10 @@ def test_end_token_is_added_if_the_file_says_so():
         ({"tokenizer.ggml.merges": ["q zz"]}, "cannot be built"),
         ({"tokenizer.ggml.merges": ["qzz"]}, "cannot be built"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "2 entries for 261 tokens"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type must be an array of numbers"),
+        ({"tokenizer.ggml.token_type": ["a"] * 261}, "token_type must be an array of numbers"),
+        ({"tokenizer.ggml.add_bos_token": np.array([1, 2])}, "add_bos_token must be true or false"),
+        ({"tokenizer.ggml.add_eos_token": "yes"}, "add_eos_token must be true or false"),
         ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id is 1000000"),
         ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
     ],
@@ -144,7 +149,13 @@ def test_metadata_that_cannot_be_used_is_named(change: dict[str, Any], message: 
         from_gguf(byte_level_metadata() | change)
 
 
-def test_scores_of_another_number_than_tokens_are_named():
-    metadata = spm_metadata(add_space_prefix=False) | {"tokenizer.ggml.scores": [0.0]}
-    with pytest.raises(ConfigError, match=r"scores has 1 entries"):
-        from_gguf(metadata)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.scores": [0.0]}, "scores has 1 entries"),
+        ({"tokenizer.ggml.add_space_prefix": []}, "add_space_prefix must be true or false"),
+    ],
+)
+def test_metadata_of_pieces_that_cannot_be_used_is_named(change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        from_gguf(spm_metadata(add_space_prefix=False) | change)

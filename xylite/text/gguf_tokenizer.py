@@ -98,10 +98,22 @@ def _field(metadata: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def token_types(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
+def _token_types(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
     """The type of each token; all are normal where the file does not say."""
     types = metadata.get("tokenizer.ggml.token_type")
-    return [NORMAL] * num_tokens if types is None else [int(t) for t in types]
+    if types is None:
+        return [NORMAL] * num_tokens
+    try:
+        return [int(t) for t in types]
+    except (TypeError, ValueError):
+        raise ConfigError("tokenizer.ggml.token_type must be an array of numbers") from None
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"tokenizer.ggml.{name} must be true or false, got {str(value)[:40]!r}")
+    return value
 
 
 def _template(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> Any:
@@ -190,7 +202,7 @@ def _sentencepiece(
             byte_fallback=BYTE in types,
         )
     )
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = _flag(metadata, "add_space_prefix", True)
     to_blank = normalizers.Replace(" ", BLANK)
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(BLANK), to_blank]) if prefix else to_blank
@@ -206,7 +218,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file; ConfigError naming what is missing or not known."""
     model: str = _field(metadata, "model")
     tokens: list[str] = list(_field(metadata, "tokens"))
-    types = token_types(metadata, len(tokens))
+    types = _token_types(metadata, len(tokens))
     if len(types) != len(tokens):
         raise ConfigError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
@@ -240,7 +252,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
     def boundary(name: str, default: bool) -> tuple[str, int] | None:
         i: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        wanted = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+        wanted = _flag(metadata, f"add_{name}_token", default)
         return (tokens[int(i)], int(i)) if wanted and i is not None else None
 
     add_boundary_tokens(tokenizer, boundary("bos", add_bos), boundary("eos", False))

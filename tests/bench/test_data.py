@@ -91,11 +91,15 @@ def test_texts_for_drafts_are_read_whole_and_chats_with_their_messages(tmp_path:
         ('{"prompt": "a"}\n{"max_tokens": 3}', "request 2: KeyError: 'prompt'"),
         ('{"workload": "w", "prefixes": {}}\n{"prefix": "p", "ids": []}', "'p'"),
         ('{"prompt": "a", "max_tokens": "x"}', "request 1"),
+        ('{"prompt": 5}', "request 1: TypeError"),
+        ('{"prompt": "a"}\n{"ids": null}', "request 2: TypeError"),
+        ("[" * 100_000, "line 1: "),
+        ('{"prompt": "\u00e4"}', "is not UTF-8 text"),
     ],
 )
 def test_a_broken_workload_file_is_named_with_the_line(tmp_path: Path, text: str, said: str):
     file = tmp_path / "w.jsonl"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"w\.jsonl") as e:
         read_workload(file)
     assert said in e.value.message
@@ -124,10 +128,26 @@ def test_prompts_share_as_many_tokens_as_the_trace_says_blocks():
     assert first[512:520] != second[512:520]
 
 
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path):
-    file = tmp_path / "t.csv"
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="is not a trace"):
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.csv", "a,b\n1,2\n", "is not a trace"),
+        ("t.csv", "arrival_ms,input_tokens,output_tokens\n1,2\n", "is not a trace"),
+        ("t.csv", "arrival_ms,input_tokens,output_tokens\n1,2," + "3" * 200_000, "is not a trace"),
+        ("t.csv", "arrival_ms,input_tokens,output_tokens\n1,0,3\n", "has no requests"),
+        ("t.jsonl", '{"timestamp": null, "input_length": 5, "output_length": 3}', "is not a trace"),
+        ("t.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": []}', "is not a trace"),
+        (
+            "t.jsonl",
+            '{"timestamp": 1, "input_length": 5, "output_length": 3, "hash_ids": 5}',
+            "is not a trace",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, text: str, said: str):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
         read_trace(file, random.Random(0), 1000)
 
 

@@ -128,6 +128,39 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failure(start: Start, cap
     assert "it broke" in capsys.readouterr().err
 
 
+async def test_numbers_are_shown_although_the_result_cannot_be_written(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    config = BenchConfig(
+        port=await start(app(FakeEngine(speaking))),
+        num_prompts=2,
+        random_input_len=5,
+        random_output_len=2,
+        result_dir=str(tmp_path / "file"),
+        save_result=True,
+    )
+    with pytest.raises(EngineError, match="cannot write"):
+        await run(config)
+    assert "Successful requests:                     2" in capsys.readouterr().out
+
+
+async def test_an_error_page_in_another_encoding_is_a_failure_like_others(
+    start: Start, capsys: pytest.CaptureFixture[str]
+):
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=502, body="\u00fc".encode("latin-1"), content_type="text/html")
+
+    other = web.Application()
+    other.add_routes([web.get("/v1/models", models), web.post("/v1/completions", page)])
+    config = BenchConfig(port=await start(other), num_prompts=2, random_input_len=5)
+    assert await run(config) == 1
+    assert "2 x HTTP 502" in capsys.readouterr().err
+
+
 async def test_key_and_headers_and_extra_body_are_sent(start: Start):
     engine = FakeEngine(speaking)
     port = await start(app(engine, api_key=("secret",)))
@@ -161,6 +194,10 @@ async def test_a_base_url_may_be_the_one_that_clients_of_openai_get(start: Start
         ({"base_url": "http://"}, "--base-url must begin with"),
         ({"header": ("a=b\nc",)}, "--header: 'a' holds a line break"),
         ({"api_key": "secret\n"}, "--header: 'Authorization' holds a line break"),
+        ({"base_url": "http://127.0.0.1:99999"}, "--base-url: .* is no URL: Port out of range"),
+        ({"base_url": "http://[::1"}, "--base-url: .* is no URL"),
+        ({"endpoint": "v1/completions"}, "--endpoint must begin with /"),
+        ({"metadata": ("machine",)}, "--metadata: expected NAME=VALUE, got 'machine'"),
     ],
 )
 async def test_what_can_never_be_sent_is_refused_at_once(wrong: dict[str, Any], said: str):

@@ -118,11 +118,12 @@ async def send(session: aiohttp.ClientSession, target: Target, item: Item) -> Ou
     try:
         async with session.post(target.url, data=body, headers=headers) as response:
             if response.status != 200:
-                text = (await response.text())[:300]
+                text = (await response.text(errors="replace"))[:300]
                 out.error = f"HTTP {response.status}: {text}"
                 return out
             await _read(response, out, target.keep_text)
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as e:
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError) as e:
+        # ValueError: a line without end, or a host that is none.
         out.error = f"{type(e).__name__}: {e}"
     return out
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, file_reason
 
 # Byte and control tokens sit at the low end of most vocabularies.
 FIRST_ID: Final = 300
@@ -90,11 +90,11 @@ def read_workload(path: Path) -> list[Item]:
                 )
             else:
                 prompt = row["prompt"]
+            prompt = prompt if isinstance(prompt, str) else tuple(prompt)
             max_tokens = int(row.get("max_tokens") or row.get("output_tokens") or 128)
             arrival = None if row.get("arrival") is None else float(row["arrival"])
         except (IndexError, KeyError, TypeError, ValueError) as e:
             raise ConfigError(f"{path}: request {number}: {type(e).__name__}: {e}") from None
-        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         items.append(Item(prompt, max_tokens, arrival, messages))
     if not items:
         raise ConfigError(f"{path} has no requests")
@@ -113,7 +113,12 @@ def read_trace(
     try:
         if path.suffix == ".jsonl":
             rows = [
-                (r["timestamp"], r["input_length"], r["output_length"], r.get("hash_ids", ()))
+                (
+                    float(r["timestamp"]),
+                    int(r["input_length"]),
+                    int(r["output_length"]),
+                    tuple(r.get("hash_ids") or ()),
+                )
                 for r in _json_lines(path)
             ]
         else:
@@ -123,18 +128,17 @@ def read_trace(
                     for r in csv.DictReader(file)
                 ]
     except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
-    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"{path}: {file_reason(e)}") from None
+    except (KeyError, TypeError, ValueError, csv.Error) as e:
         raise ConfigError(f"{path} is not a trace: {type(e).__name__}: {e}") from None
+    rows = [r for r in rows[:count] if r[1] > 0]
     if not rows:
         raise ConfigError(f"{path} has no requests")
-    rows = rows[:count]
     start = min(r[0] for r in rows)
     salt = rng.getrandbits(32)
     return [
         Item(_trace_prompt(rng, salt, length, hashes, vocab_size), max(1, out), (at - start) / 1e3)
         for at, length, out, hashes in rows
-        if length > 0
     ]
 
 
@@ -211,14 +215,14 @@ def _ids(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
 def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: {file_reason(e)}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ConfigError(f"{path}, line {number}: {e}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, line {number}: an object is needed")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -152,8 +153,9 @@ async def run(config: BenchConfig) -> int:
         if not f"{name}{value}".isprintable():
             raise ConfigError(f"--header: {name!r} holds a line break or the like")
     limits = goodput_limits(config.goodput)
+    notes = pairs(config.metadata, "=", "metadata")
     items, times = load(config)
-    base = base_of(config)
+    base, path = base_of(config), path_of(config)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=config.request_timeout_sec)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -164,7 +166,7 @@ async def run(config: BenchConfig) -> int:
         if config.ignore_eos:
             body["ignore_eos"] = True
         target = Target(
-            url=base + (config.endpoint or ENDPOINTS[config.backend]),
+            url=base + path,
             backend=config.backend,
             model=config.model or first,
             headers=headers,
@@ -178,21 +180,26 @@ async def run(config: BenchConfig) -> int:
         outcomes = await _send_all(session, target, items, times, config.max_concurrency)
         duration = time.perf_counter() - started
         after = before and await drafts.fetch(session, base, headers)
-    result = _settings(config, target.model, len(items)) | measure(
-        outcomes,
-        duration,
-        metrics=config.percentile_metrics,
-        percentiles=config.metric_percentiles,
-        goodput=limits,
+    result = (
+        _settings(config, target.model, len(items))
+        | notes
+        | measure(
+            outcomes,
+            duration,
+            metrics=config.percentile_metrics,
+            percentiles=config.metric_percentiles,
+            goodput=limits,
+        )
     )
     result |= drafts.figures(before, after)
     text = table(result, metrics=config.percentile_metrics, percentiles=config.metric_percentiles)
-    if config.save_result or config.save_detailed or config.result_filename:
-        _save(config, result, outcomes)
     console.say(text + "\n")
     failures = errors(outcomes)
     if failures:
         console.complain(failures)
+    # Last, so that a file that cannot be written takes no numbers with it.
+    if config.save_result or config.save_detailed or config.result_filename:
+        _save(config, result, outcomes)
     return 0 if result["completed"] else 1
 
 
@@ -235,7 +242,19 @@ def base_of(config: BenchConfig) -> str:
         raise ConfigError(
             f"--base-url must begin with http:// or https:// and a host, got {base!r}"
         )
+    try:
+        urlsplit(base).port  # noqa: B018 - reading it is the check
+    except ValueError as e:
+        raise ConfigError(f"--base-url: {base!r} is no URL: {e}") from None
     return base.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def path_of(config: BenchConfig) -> str:
+    """Where requests go, below the base."""
+    path = config.endpoint or ENDPOINTS[config.backend]
+    if not path.startswith("/"):
+        raise ConfigError(f"--endpoint must begin with /, got {path!r}")
+    return path
 
 
 def goodput_limits(words: Sequence[str]) -> dict[str, float]:
@@ -273,10 +292,11 @@ async def _first_model(
             async with session.get(f"{base}/v1/models", headers=headers) as response:
                 if response.status == 200:
                     return (await response.json())["data"][0]["id"]
-                problem = f"HTTP {response.status}: {(await response.text())[:200]}"
+                said = await response.text(errors="replace")
+                problem = f"HTTP {response.status}: {said[:200]}"
                 if response.status in (401, 403, 404):
                     raise EngineError(f"{base}/v1/models: {problem}")
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as e:
             problem = f"{type(e).__name__}: {e}"
         except (KeyError, IndexError, ValueError, TypeError):
             problem = "the answer lists no model"
@@ -332,7 +352,6 @@ def _settings(config: BenchConfig, model: str, count: int) -> dict[str, Any]:
         "burstiness": config.burstiness,
         "trace_speed": config.trace_speed,
         "max_concurrency": config.max_concurrency,
-        **pairs(config.metadata, "=", "metadata"),
     }
 
 

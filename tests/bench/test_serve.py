@@ -128,6 +128,19 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failure(start: Start, cap
     assert "it broke" in capsys.readouterr().err
 
 
+async def test_as_many_warmups_are_sent_as_asked_for(start: Start):
+    engine = FakeEngine(speaking)
+    config = BenchConfig(
+        port=await start(app(engine)),
+        num_prompts=2,
+        random_input_len=5,
+        random_output_len=2,
+        num_warmups=5,
+    )
+    assert await run(config) == 0
+    assert len(engine.calls) == 5 + 2
+
+
 async def test_numbers_are_shown_although_the_result_cannot_be_written(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -82,7 +83,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     random_vocab_size: Annotated[int, about("Random token ids are below this.", "data", ge=2)] = (
         32000
     )
-    max_input_len: Annotated[Positive | None, about("Cut longer prompts to this.", "data")] = None
+    max_input_len: Annotated[
+        Positive | None, about("Cut longer prompts of token ids to this.", "data")
+    ] = None
     max_output_len: Annotated[Positive | None, about("Ask for at most this.", "data")] = None
     temperature: Annotated[float, about("Sent with each request.", "data", ge=0)] = 0.0
     ignore_eos: Annotated[
@@ -111,7 +114,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     max_concurrency: Annotated[Positive | None, about("Most requests at a time.", "load")] = None
     num_warmups: Annotated[
-        Natural, about("Requests sent one by one before the clock starts.", "load")
+        Natural,
+        about(
+            "Requests sent one by one before the clock starts, the first of the data; their "
+            "prompts are in the server's prefix cache then.",
+            "load",
+        ),
     ] = 0
     percentile_metrics: Annotated[
         tuple[Literal["ttft", "tpot", "itl", "e2el"], ...], about("Latencies to report.", "result")
@@ -173,7 +181,7 @@ async def run(config: BenchConfig) -> int:
             body=body | config.extra_body,
             keep_text=config.save_detailed,
         )
-        for item in items[: config.num_warmups]:
+        for item in islice(cycle(items), config.num_warmups):
             await send(session, target, item)
         before = await drafts.fetch(session, base, headers)
         started = time.perf_counter()

@@ -80,7 +80,9 @@ struct Attention {
 
   // Keys or values of the unit at `key`; in rows of `width` bytes where they lie without gaps.
   Piece k_piece(const Tile& t, int64_t key, int64_t width) const {
-    const int64_t n = (unit(key, t.end_key) + W - 1) / W * W, size = T::LANE * sizeof(B);
+    const int64_t columns = columns_of(t), size = T::LANE * sizeof(B);
+    const int64_t n = std::min((unit(key, t.end_key) + columns - 1) / columns * columns,
+                               p - key % p);
     const char* from = reinterpret_cast<const char*>(block(c.k, t, key) + key % p * T::LANE);
     if (n == p) return {from, d / T::STEP * n * size / width, width, width};
     return {from, d / T::STEP, n * size, p * size};
@@ -125,7 +127,8 @@ struct Attention {
       float* to = w.scores + j;
       for (int64_t i = 0; i < n;) {
         const B* k = tile + i * T::LANE;
-        if (is_few(t) && n - i >= columns) {
+        // Past the last key too, as far as the block goes: what is left over fetches all at once.
+        if (is_few(t) && (key + j + i) % p + columns <= p && j + i + columns <= SCORES) {
           few(q, d, k, ldk, to + i, SCORES, steps, false, soon.during(steps, width_of(columns)));
           i += columns;
           continue;
@@ -205,10 +208,18 @@ struct Attention {
     }
     const int columns = d % UNIT ? COLS : columns_of(t);
     const TileFn<T> few = columns == UNIT ? TILES<T>.wide[count] : TILES<T>.tile[count];
+    Piece soon{};
+    bool is_fetched = false;  // what follows the values
     for (int64_t at = key, n; at < end; at += n) {
       n = unit(at, end);
       const int64_t steps = (n + T::STEP - 1) / T::STEP;
-      Piece soon = after(false, t, w, key, at + n, end);
+      if (!is_fetched) soon = after(false, t, w, key, at + n, end);
+      // A last product that is short would wait for a piece that is not: the one before fetches it.
+      if (at + n < end && end - at - n < n) {
+        soon.fetch();
+        soon = after(false, t, w, key, end, end);
+        is_fetched = true;
+      }
       const B* tile = block(c.v, t, at) + at % p * d;
       for (int64_t i = 0; i < d; i += columns)
         few(prob + (at - key), PROB, tile + i * T::LANE, ldv, o + i, d, steps, at > key,

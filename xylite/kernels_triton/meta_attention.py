@@ -236,7 +236,7 @@ def merge_parts(
 ):  # fmt: skip
     """The results of the tiles that were cut, from their parts; grid = vector cores.
 
-    p_merges  [M, FIELDS], p_parts [2]: M is its first element; the rest as above
+    p_merges  [M + P, FIELDS], p_parts [3]: M is its first element; the rest as above
     """
     o_r = tl.arange(0, TILE_R)
     o_d = tl.arange(0, TILE_D)
@@ -244,17 +244,24 @@ def merge_parts(
         p_merge = p_merges + i_merge * FIELDS
         num_rows = tl.load(p_merge + 2)
         i_head = tl.load(p_merge + 3)
-        part = tl.load(p_merge + 4)
-        num_parts = tl.load(p_merge + 5)
-        row = tl.load(p_merge + 6)
+        part = tl.load(p_merge + 6)
+        num_parts = tl.load(p_merge + 7)
+        row = tl.load(p_merge + 8)
+        # A shared prefix has the first parts: some rows of its tile.
+        prefix = tl.load(p_merge + 9)
+        p_prefix = p_merges + tl.maximum(prefix, 0) * FIELDS
+        prefix_rows = tl.load(p_prefix + 2)
+        prefix_part = tl.load(p_prefix + 6) + row - tl.load(p_prefix + 8)
+        num_shared = tl.where(prefix < 0, 0, tl.load(p_prefix + 7))
         for r in range(0, num_rows, TILE_R):
             m_r = o_r < num_rows - r
             m = m_r[:, None] & (o_d < D)[None, :]
             b_max = tl.full([TILE_R], -1.0e30, tl.float32)
             b_sum = tl.zeros([TILE_R], tl.float32)
             b_acc = tl.zeros([TILE_R, TILE_D], tl.float32)
-            for i_part in range(num_parts):
-                at = part + i_part * num_rows + r
+            for i_part in range(num_shared + num_parts):
+                own = part + (i_part - num_shared) * num_rows
+                at = tl.where(i_part < num_shared, prefix_part + i_part * prefix_rows, own) + r
                 b_part_max = tl.load(p_max + at + o_r, mask=m_r, other=0.0)
                 b_part_sum = tl.load(p_sum + at + o_r, mask=m_r, other=1.0)
                 p_rows = p_acc + at.to(tl.int64) * D + o_r[:, None] * D + o_d[None, :]

@@ -50,7 +50,9 @@ class TokenTable:
 TASK_FIELDS: Final = (
     "seq", "q_row", "num_rows", "head", "kv_start", "kv_end", "part", "load", "row", "past", "tree",
 )  # fmt: skip
-MERGE_FIELDS: Final = ("seq", "q_row", "num_rows", "head", "part", "num_parts", "row")
+MERGE_FIELDS: Final = (
+    "seq", "q_row", "num_rows", "head", "kv_start", "kv_end", "part", "num_parts", "row", "prefix",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +67,16 @@ class TaskList:
                 head      KV head
                 kv_start, kv_end  keys of the sequence that this task reads; kv_start is a
                           multiple of the KV tile, and so is kv_end unless it is the tile's last
-                part      first of num_rows rows in the partial results if the KV range was cut,
-                          or -1: the task gives the final result
+                part      first of num_rows rows in the partial results if the KV range was cut
+                          or a prefix shared, or -1: the task gives the final result
                 load      tile_q * (kv_end - kv_start), for balance reports
                 row       first packed row of the tile, within the iteration (row of q and o)
                 past      keys before the chunk: row r of the tile sees the keys below
                           past + (q_row + r) // group + 1 (of these the last `window`)
                 tree      1: tree_mask decides which of the chunk's draft tokens are seen
+
+                The rows of a shared prefix's tile are those of several chunks, the neighbours from
+                `seq` on; its keys lie before the tokens of each.
     core_start  [cores + 1] first task of each core, and W
     """
 
@@ -85,10 +90,14 @@ class TaskTable:
     """All attention tasks of one iteration for one attention kind.
 
     classes  one list per tile class, empty ones included
-    merges   [M, len(MERGE_FIELDS)] one for every tile that was cut: its num_parts parts lie one
-             after the other in the partial results, num_rows rows each, from row `part` on; in
-             the order of their keys
-    parts    [2] M, and how many rows the partial results have
+    merges   [M + P, len(MERGE_FIELDS)] one for every tile that was cut or has a shared prefix, then
+             one for every shared prefix, which has no result of its own. Its num_parts parts lie
+             one after the other in the partial results, num_rows rows each, from row `part` on;
+             in the order of their keys. kv_start and kv_end are the tile's, the rest is as in
+             a task, except
+                prefix    of the first M: the merge whose parts, the rows from row (of this one) -
+                          row (of that one) on, come before the tile's own; or -1
+    parts    [3] M, how many rows the partial results have, and P
     """
 
     classes: tuple[TaskList, ...]

@@ -28,18 +28,21 @@ mix and gives the verify a third class of 64 rows; a class is a compiled kernel 
 two.)
 """
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xylite.runtime.step import I32, TASK_FIELDS, TaskList, TaskTable, TokenTable
+from xylite.runtime.step import I32, MERGE_FIELDS, TASK_FIELDS, TaskList, TaskTable, TokenTable
 
 I64 = NDArray[np.int64]
 
 CAP_SHARE = 4  # a task has at most this fraction (1 / CAP_SHARE) of its class's mean core load
 MIN_TILES = 2  # but keys are not cut into parts shorter than this many KV tiles
 INVARIANT_CUT = 4096  # keys between cuts when results must not depend on the batch
+PREFIX_CUT = 512  # shared prefixes end at multiples of it; the CPU's kernel needs its segments whole
 
 
 def _starts(counts: I64) -> I64:
@@ -90,6 +93,71 @@ def _tiles(
         "past": past[seq],
         "tree": tree.astype(np.int64),
     }
+
+
+def _common_keys(table: TokenTable, rows: I64, most: int, kv_tile: int) -> I64 | None:
+    """[S - 1] keys that each chunk and the next have in the same blocks, before the tokens of
+    either: multiples of PREFIX_CUT, 0 beside chunks with none or more than `most` of `rows`. None
+    if nobody shares any, which one column mostly tells."""
+    blocks = table.block_table
+    cut = math.lcm(PREFIX_CUT, kv_tile)
+    column = cut // kv_tile - 1
+    if len(blocks) < 2 or blocks.shape[1] <= column:
+        return None
+    near = blocks[1:, column] == blocks[:-1, column]
+    if not near.any():
+        return None
+    past = np.where((rows > 0) & (rows <= most), table.kv_len - np.diff(table.q_start), 0)
+    common = np.where(near, np.minimum(past[1:], past[:-1]), 0).astype(np.int64)
+    width = int(common.max()) // kv_tile
+    same = blocks[1:, :width] == blocks[:-1, :width]
+    equal = np.logical_and.accumulate(same, axis=1).sum(axis=1) * kv_tile
+    common = np.minimum(equal, common) // cut * cut
+    return common if common.any() else None
+
+
+def _groups(common: list[int], rows: list[int], most: int) -> Iterator[tuple[int, int, int]]:
+    """Neighbours with a prefix in common and no more than `most` rows in all: the first, the end,
+    keys of the prefix. One more joins unless its shorter prefix costs the others more keys than it
+    saves."""
+    first, keys, total = 0, 0, rows[0]
+    for i in range(1, len(rows)):
+        joined = min(keys or common[i - 1], common[i - 1])
+        if total + rows[i] <= most and joined * (i - first) > keys * (i - first - 1):
+            keys, total = joined, total + rows[i]
+            continue
+        if keys:
+            yield first, i, keys
+        first, keys, total = i, 0, rows[i]
+    if keys:
+        yield first, len(rows), keys
+
+
+def _share(
+    table: TokenTable, tiles: dict[str, I64], group: int, most: int, kv_tile: int
+) -> tuple[dict[str, I64], I64]:
+    """The tiles, without the keys of a prefix where it is shared, and tiles of `most` rows for the
+    prefixes behind them; then of each tile which has its prefix, or -1."""
+    prefix = np.full(len(tiles["seq"]), -1)
+    rows = np.diff(table.q_start).astype(np.int64) * group
+    common = _common_keys(table, rows, most, kv_tile)
+    groups = [] if common is None else list(_groups(common.tolist(), rows.tolist(), most))
+    if not groups:
+        return tiles, prefix
+    first, end, keys = np.array(groups, np.int64).T
+    owner, place = _spread(end - first)
+    # Such a chunk has one tile; chunks before it may have more, or none.
+    member = np.searchsorted(tiles["seq"], first[owner] + place)
+    prefix[member] = len(prefix) + owner
+    tiles["kv_start"][member] = keys[owner]
+    more = {name: column[member[place == 0]] for name, column in tiles.items()} | {
+        "num_rows": np.bincount(owner, weights=tiles["num_rows"][member]).astype(np.int64),
+        "kv_start": np.zeros_like(keys),
+        "kv_end": keys,
+        "tree": np.zeros_like(keys),
+    }
+    joined = {name: np.concatenate([column, more[name]]) for name, column in tiles.items()}
+    return joined, np.concatenate([prefix, np.full(len(keys), -1)])
 
 
 def _caps(tiles: dict[str, I64], num_kv_heads: int, num_cores: int) -> NDArray[np.float64]:
@@ -157,20 +225,29 @@ def _deal(loads: I64, num_cores: int) -> tuple[I64, I32]:
     return by_core[exists], _starts(exists.sum(axis=1)).astype(np.int32)
 
 
-def _merges(tiles: dict[str, I64], counts: I64, part: I64, num_kv_heads: int) -> I32:
-    """[M, len(MERGE_FIELDS)] of the tiles with more than one part; part [cut tiles, heads]."""
-    cut = np.flatnonzero(counts > 1)
-    columns = [
-        *(tiles[name][cut] for name in ("seq", "q_row", "num_rows")),
-        np.zeros(len(cut), np.int64),
-        np.zeros(len(cut), np.int64),
-        counts[cut],
-        tiles["row"][cut],
-    ]
-    merges = np.repeat(np.stack(columns, 1), num_kv_heads, axis=0)
-    merges[:, 3] = np.tile(np.arange(num_kv_heads), len(cut))
-    merges[:, 4] = part.ravel()
-    return merges.astype(np.int32)
+def _merges(
+    tiles: dict[str, I64], prefix: I64, counts: I64, part: I64, order: I64
+) -> I32:
+    """[merges, len(MERGE_FIELDS)] of the tiles `order`, one per head.
+
+    prefix  [tiles] the tile of each one's shared prefix, or -1
+    part    [tiles, heads] first row in the partial results
+    """
+    num_kv_heads = part.shape[1]
+    heads = np.arange(num_kv_heads)
+    place = np.zeros(len(prefix), np.int64)
+    place[order] = np.arange(len(order)) * num_kv_heads
+    before = prefix[order, None]
+    columns = {
+        "head": heads,
+        "part": part[order],
+        "num_parts": counts[order, None],
+        "prefix": np.where(before < 0, -1, place[before] + heads),
+    }
+    merges = np.empty((len(order), num_kv_heads, len(MERGE_FIELDS)), np.int32)
+    for i, name in enumerate(MERGE_FIELDS):
+        merges[:, :, i] = columns[name] if name in columns else tiles[name][order, None]
+    return merges.reshape(-1, len(MERGE_FIELDS))
 
 
 def build(
@@ -199,6 +276,10 @@ def build(
     assert 1 <= len(tile_classes) <= 2 and list(tile_classes) == sorted(tile_classes), tile_classes
     assert min(num_kv_heads, group, kv_tile, num_cores) >= 1
     tiles = _tiles(table, group, window, tile_classes, kv_tile)
+    num_own = len(tiles["seq"])
+    prefix = np.full(num_own, -1)
+    if not batch_invariant and not window:
+        tiles, prefix = _share(table, tiles, group, tile_classes[0], kv_tile)
     if batch_invariant:
         counts, tile, kv_start, kv_end = _cut_at_multiples(tiles, _invariant_cut(kv_tile))
     else:
@@ -206,7 +287,8 @@ def build(
         counts, tile, kv_start, kv_end = _cut_evenly(tiles, kv_tile, caps)
 
     # Rows of the partial results: by tile, then head, then part.
-    is_cut = counts > 1
+    is_cut = (counts > 1) | (prefix >= 0)
+    is_cut[num_own:] = True
     rows_per_head = np.where(is_cut, tiles["num_rows"] * counts, 0)
     starts = _starts(rows_per_head * num_kv_heads)
     heads = np.arange(num_kv_heads)
@@ -234,8 +316,10 @@ def build(
         for i, name in enumerate(TASK_FIELDS):
             tasks[:, i] = columns[name] if name in columns else tiles[name][owner]
         classes.append(TaskList(size, tasks, core_start))
-    merges = _merges(tiles, counts, part_of_head[is_cut], num_kv_heads)
-    return TaskTable(tuple(classes), merges, np.array([len(merges), starts[-1]], np.int32))
+    merges = _merges(tiles, prefix, counts, part_of_head, np.flatnonzero(is_cut))
+    num_shared = (len(prefix) - num_own) * num_kv_heads
+    parts = np.array([len(merges) - num_shared, starts[-1], num_shared], np.int32)
+    return TaskTable(tuple(classes), merges, parts)
 
 
 class Decomposition:
@@ -243,7 +327,8 @@ class Decomposition:
 
     While the same chunks of one token go on, each sequence has a key more than before, and the
     tasks that read its last keys are lengthened by it. They are cut and dealt anew when that has
-    gone on for a quarter of a KV tile: that takes an event loop twenty times as long.
+    gone on for a quarter of a KV tile: that takes an event loop twenty times as long. Lengths alone
+    decide about tasks, but shared prefixes depend on the blocks: these must be the same too.
 
     settings  as `build` takes them
     """
@@ -255,7 +340,8 @@ class Decomposition:
         self._table: TaskTable | None = None
         self._grown = 0
         self._next_len: I32 = np.zeros(0, np.int32)  # of the keys, if the same chunks go on
-        self._growth: list[I32] = []  # what a key more adds to the tasks of each class
+        self._growth: list[I32] = []  # what a key more adds to the tasks of each class, and merges
+        self._prefix: I32 = np.zeros((0, 0), np.int32)  # [S, blocks] where prefixes are shared
 
     def __call__(self, table: TokenTable) -> TaskTable:
         """The attention tasks of an iteration."""
@@ -265,22 +351,29 @@ class Decomposition:
             and self._table is not None
             and self._grown < self._longest_growth
             and np.array_equal(table.kv_len, self._next_len)
+            and np.array_equal(table.block_table[:, : self._prefix.shape[1]], self._prefix)
         ):
             self._grown += 1
             made = self._grow(self._table)
         else:
             self._grown = 0
             made = build(table, **self._settings)
-            self._growth = [_growth(c, table.kv_len) for c in made.classes] if is_decode else []
+            if is_decode:
+                self._growth = [_growth(c, table.kv_len) for c in made.classes]
+                self._growth.append(_merge_growth(made.merges, table.kv_len))
+                shared = made.merges[made.parts[0] :, MERGE_FIELDS.index("kv_end")]
+                num_blocks = int(shared.max(initial=0)) // self._settings["kv_tile"]
+                self._prefix = table.block_table[:, :num_blocks].copy()
         self._table = made if is_decode else None
         self._next_len = table.kv_len + 1
         return made
 
     def _grow(self, before: TaskTable) -> TaskTable:
         """The same tasks, with one key more of each sequence."""
-        lists = zip(before.classes, self._growth, strict=True)
+        *of_tasks, of_merges = self._growth
+        lists = zip(before.classes, of_tasks, strict=True)
         classes = tuple(TaskList(c.tile_q, c.tasks + more, c.core_start) for c, more in lists)
-        return TaskTable(classes, before.merges, before.parts)
+        return TaskTable(classes, before.merges + of_merges, before.parts)
 
 
 def _growth(tasks: TaskList, kv_len: I32) -> I32:
@@ -291,6 +384,14 @@ def _growth(tasks: TaskList, kv_len: I32) -> I32:
     added[:, TASK_FIELDS.index("kv_end")] = is_last
     added[:, TASK_FIELDS.index("load")] = is_last * tasks.tile_q
     added[:, TASK_FIELDS.index("past")] = 1
+    return added
+
+
+def _merge_growth(merges: I32, kv_len: I32) -> I32:
+    """[merges, len(MERGE_FIELDS)] the same of merges; a shared prefix stays as it is."""
+    seq, kv_end = (merges[:, MERGE_FIELDS.index(name)] for name in ("seq", "kv_end"))
+    added = np.zeros_like(merges)
+    added[:, MERGE_FIELDS.index("kv_end")] = kv_end == kv_len[seq]
     return added
 
 

@@ -28,7 +28,9 @@ struct Soft {
   float *o, *sums, *most;  // [rows, D] weighted values, [rows, W] weights by lane, [rows] maxima
 };
 
-struct Partial {  // where segments of a tile that was cut go
+// Where segments of a tile go that was cut, or has or is a shared prefix. A tile that has one
+// segment, and so was cut in vain, has no slot (-1): the task with the first key does all of it.
+struct Partial {
   int64_t slot, first_segment, segments;
 };
 
@@ -44,8 +46,6 @@ struct Attention {
 
   explicit Attention(const AttentionCall& call)
       : c(call), d(call.head_size), p(call.block_size) {}
-
-  int64_t num_merges() const { return c.parts[0]; }
 
   // Memory of one thread.
   struct Work {
@@ -292,19 +292,18 @@ struct Attention {
   int64_t segment_of(int64_t key) const { return (key + SEGMENT_KEYS - 1) / SEGMENT_KEYS; }
 
   void run_task(const int32_t* f, const Work& w) const {
-    Tile t = c.tile_of(f);
+    const int64_t merge = f[PART] < 0 ? -1 : merge_of(f);
+    Tile t = merge < 0 ? c.tile_of(f) : c.merge_tile(merge);
     const int64_t first = t.first_key / SEGMENT_KEYS;
     const int64_t end = segment_of(t.end_key);
-    const Partial whole{0, 0, 1};
-    const Partial& part = f[PART] < 0 ? whole : partials[size_t(merge_of(f))];
-    if (part.segments == 1) {  // not cut, or cut in vain: the task with the first key does it
-      if (f[PART] >= 0 && t.first_key < f[KV_START]) return;
-      if (f[PART] >= 0 && t.first_key >= f[KV_END]) return;
+    const Partial part = merge < 0 ? Partial{-1, 0, 0} : partials[size_t(merge)];
+    if (part.slot < 0) {
+      if (merge >= 0 && (t.first_key < f[KV_START] || t.first_key >= f[KV_END])) return;
       for (int64_t s = first; s < end; s++) segment(t, w, s, w.total, s == first);
       finish(t, w.total);
       return;
     }
-    // A cut tile: this task computes the segments whose first key lies in its range.
+    // This task computes the segments whose first key lies in its range.
     t.stop = std::min<int64_t>(t.stop, f[KV_END]);
     for (int64_t s = first; s < end; s++) {
       const int64_t key = std::max<int64_t>(s * SEGMENT_KEYS, t.first_key);
@@ -313,16 +312,16 @@ struct Attention {
     }
   }
 
-  // Where a segment of a tile that was cut goes.
+  // Where a segment of such a tile goes.
   Soft slot_of(const Partial& part, int64_t segment, int64_t rows) const {
     return soft(slots + (part.slot + segment) * slot_size, rows);
   }
 
   int64_t merge_of(const int32_t* f) const {  // merges are ordered by their first part
-    int64_t low = 0, high = num_merges() - 1;
+    int64_t low = 0, high = c.parts[0] + c.parts[2] - 1;
     while (low < high) {
       const int64_t mid = (low + high + 1) / 2;
-      if (c.merges[mid * c.merge_fields + M_PART] <= f[PART])
+      if (c.merges[mid * c.merge_fields + PART] <= f[PART])
         low = mid;
       else
         high = mid - 1;
@@ -330,8 +329,30 @@ struct Attention {
     return low;
   }
 
-  Tile merge_tile(int64_t i) const {
-    return c.tile_of(c.merges + i * c.merge_fields);
+  // The result of a tile that was cut or has a shared prefix, from all its segments.
+  void merge(int64_t i) const {
+    const Partial& own = partials[size_t(i)];
+    if (own.slot < 0) return;
+    const Tile t = c.merge_tile(i);
+    const int32_t* f = c.merges + i * c.merge_fields;
+    Soft total{};
+    const auto join = [&](const Soft& part) {
+      if (total.o)
+        fold(t.rows, total, part);
+      else
+        total = part;
+    };
+    if (f[M_PREFIX] >= 0) {
+      const int32_t* p = c.merges + f[M_PREFIX] * c.merge_fields;
+      const Partial& shared = partials[size_t(f[M_PREFIX])];
+      const int64_t r = f[M_ROW] - p[M_ROW];
+      for (int64_t s = 0; s < shared.segments; s++) {
+        const Soft part = slot_of(shared, s, p[NUM_ROWS]);
+        join({part.o + r * d, part.sums + r * W, part.most + r});
+      }
+    }
+    for (int64_t s = 0; s < own.segments; s++) join(slot_of(own, s, t.rows));
+    finish(t, total);
   }
 
   void run(Pool& pool) {
@@ -343,11 +364,13 @@ struct Attention {
         rows = std::max<int64_t>(rows, c.tasks[i][t * c.task_fields + NUM_ROWS]);
     }
     int64_t count = 0;
-    for (int64_t i = 0; i < num_merges(); i++) {
-      const Tile t = merge_tile(i);
-      const int64_t first = t.first_key / SEGMENT_KEYS;
-      partials.push_back({count, first, segment_of(t.end_key) - first});
-      if (partials.back().segments > 1) count += partials.back().segments;
+    for (int64_t i = 0; i < c.parts[0] + c.parts[2]; i++) {
+      const Tile t = c.merge_tile(i);
+      const int64_t first = t.first_key / SEGMENT_KEYS, n = segment_of(t.end_key) - first;
+      const bool in_vain =
+          n == 1 && i < c.parts[0] && c.merges[i * c.merge_fields + M_PREFIX] < 0;
+      partials.push_back({in_vain ? -1 : count, first, n});
+      if (!in_vain) count += n;
     }
     slot_size = soft_size(rows);
     if (count) slots = static_cast<float*>(pool.shared(1, size_t(count * slot_size) * 4));
@@ -388,14 +411,7 @@ struct Attention {
         },
         &job, total <= 1);
 
-    if (count) pool.each(num_merges(), [&](int64_t i, int) {
-      if (partials[size_t(i)].segments == 1) return;
-      const Tile t = merge_tile(i);
-      const Soft total = slot_of(partials[size_t(i)], 0, t.rows);
-      for (int64_t s = 1; s < partials[size_t(i)].segments; s++)
-        fold(t.rows, total, slot_of(partials[size_t(i)], s, t.rows));
-      finish(t, total);
-    });
+    if (count) pool.each(c.parts[0], [&](int64_t i, int) { merge(i); });
   }
 };
 

@@ -7,7 +7,7 @@
 namespace xl {
 
 enum Field { SEQ, Q_ROW, NUM_ROWS, HEAD, KV_START, KV_END, PART };  // of a task
-enum MergeField { M_PART = 4 };  // the first four are those of a task
+enum MergeField { M_ROW = 8, M_PREFIX };  // the first seven are those of a task
 
 struct Tile {  // the rows of one task
   int64_t seq, q_row, rows, head, chunk, kv_len, drafts_from;
@@ -22,7 +22,7 @@ struct AttentionCall {
   void* out;              // [T, H * D]
   const int32_t *q_start, *kv_len, *num_draft, *bias_start, *block_table;
   const uint8_t* tree_mask;
-  const int32_t *merges, *parts;  // parts[0] = number of merges
+  const int32_t *merges, *parts;  // parts = number of merges, rows, merges of shared prefixes
   int64_t tokens, kv_heads, group, block_size, head_size, table_width;
   int64_t task_fields, merge_fields;
   int64_t window;  // 0 = all
@@ -56,6 +56,19 @@ struct AttentionCall {
     // Siblings of a tree share a position: a draft token's may be that of the first draft.
     if (t.mask && window) t.first_key = std::min(t.first_key, first_in_window(t.drafts_from));
     t.end_key = t.stop = t.mask ? t.kv_len : last_key(t, t.rows - 1) + 1;
+    return t;
+  }
+
+  // Of a tile that was cut or has a shared prefix, or is one.
+  Tile merge_tile(int64_t i) const {
+    const int32_t* f = merges + i * merge_fields;
+    Tile t = tile_of(f);
+    if (i >= parts[0]) {  // its rows see all of its keys
+      t.mask = nullptr;
+      t.end_key = t.stop = f[KV_END];
+    } else if (f[M_PREFIX] >= 0) {
+      t.first_key = f[KV_START];
+    }
     return t;
   }
 

@@ -170,6 +170,16 @@ def test_compiled_programs_give_right_numbers_on_a_mixed_batch(group, dtype, gen
     assert error(result, case) < TOLERANCE[dtype]
 
 
+def test_compiled_programs_give_right_numbers_where_a_prefix_is_shared(monkeypatch):
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 64)
+    rng = np.random.default_rng(9)
+    shape = Shape(block_size=32)
+    chunks = [Chunk(130, 1), Chunk(70, 3, shared=3), Chunk(200, 1), Chunk(190, 1, shared=5)]
+    case = make_case(rng, shape, chunks, rounded("fp16"))
+    result = run(case, Programs(shape, (16, 64)))
+    assert error(result, case) < TOLERANCE["fp16"]
+
+
 @pytest.mark.parametrize("mix", ["one token", "decode", "prefill", "verify"])
 def test_compiled_programs_give_right_numbers_on_each_kind_of_batch(mix):
     rng = np.random.default_rng(len(mix))

@@ -26,6 +26,7 @@ from tests.end_to_end.smollm2 import (
     NUMLONG,
     NUMLONG_TEXT,
 )
+from xylite.runtime import task_table
 from xylite.runtime.request import SamplingParams
 
 pytestmark = pytest.mark.model
@@ -74,6 +75,33 @@ async def test_chunks_of_any_size_beside_a_decode_say_the_same(smollm2_dir):
             beside = asyncio.ensure_future(client.text(NUM, 20))
             assert await client.text(LONG, 16) == LONG_TEXT
             assert await beside == NUM_TEXT
+
+
+async def test_those_who_attend_to_a_prefix_together_say_what_they_say_alone(
+    smollm2_dir, monkeypatch
+):
+    system = [100 + 37 * k % 4000 for k in range(600)]
+    prompts = [[*system, *range(200 + i, 200 + 5 * i)] for i in range(1, 6)] + [system] * 3
+    sampled = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=12, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    built, num_shared = task_table.build, [0]
+
+    def counted(*args, **kwargs):
+        table = built(*args, **kwargs)
+        num_shared[0] += int(table.parts[2])
+        return table
+
+    monkeypatch.setattr(task_table, "build", counted)
+    asked = list(zip(prompts, sampled, strict=True))
+    async with served(smollm2_dir, enable_prefix_caching=False) as client:
+        alone = [await ids_of(client.engine, p, params) for p, params in asked]
+        assert num_shared == [0]
+    async with served(smollm2_dir) as client:
+        together = await asyncio.gather(*(ids_of(client.engine, p, params) for p, params in asked))
+        assert together == alone
+        assert num_shared[0] > 0
 
 
 async def test_preempted_requests_say_what_they_say_alone(smollm2_dir):

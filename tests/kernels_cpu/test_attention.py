@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.kernels_cpu.tables import Chunk, batch_of, poisoned_kv, tasks_of, token_table
 from xylite.ops import AttentionKind, Batch, DenseKV, Ops, reference
+from xylite.runtime import task_table
 from xylite.runtime.step import TokenTable
 
 NO_TURN = torch.stack((torch.ones(4096, 0), torch.zeros(4096, 0)), 1)
@@ -159,6 +160,44 @@ def test_a_result_depends_neither_on_the_batch_nor_on_cuts(
         mine = q.unflatten(1, (-1, heads[1]))[:, first + i].reshape(heads[0], heads[1], dim)
         one = ops.attention(mine, kv, batch(ops, alone, heads, window, size, 2), kind)
         assert torch.equal(one[0], runs[0][first + i])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "size", "blocks"), [((2, 3), 64, 17), ((1, 5), 96, 33)])
+def test_a_result_is_the_same_bits_whether_a_prefix_is_shared_or_not(
+    ops: Ops,
+    heads: tuple[int, int],
+    size: int,
+    blocks: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    past, dim = blocks * size, 64
+    chunks = [
+        Chunk(past + 30, 1), Chunk(past + 200, 3, tree_of([-1, -1]), 2), Chunk(0, 40),
+        Chunk(past, 2, None, 1), Chunk(past - 1, 1), Chunk(past + size, 1),
+    ]  # fmt: skip
+    table = token_table(chunks, size)
+    q, k, v = values_of(table, heads, dim, dtype)
+    at = table.kv_len.cumsum().tolist()
+    for of, to in ((0, 1), (3, 4), (4, 5)):
+        n = (blocks - 1) * size
+        table.block_table[to, : blocks - 1] = table.block_table[of, : blocks - 1]
+        for x in (k, v):
+            start, first = (at[i] - int(table.kv_len[i]) for i in (to, of))
+            x[start : start + n] = x[first : first + n]
+    values, kind = (q, k, v), AttentionKind(0, 0.125)
+    q, kv = filled(ops, table, values, dtype, size)
+    made = [batch(ops, table, heads, 0, size, n) for n in (1, 2, 40)]
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 1 << 20)
+    alone = batch(ops, table, heads, 0, size, 2)
+    fitting = 2 if heads[1] == 3 else 1  # groups of chunks whose rows fit into one tile
+    assert all(int(m.tasks[0].parts[2]) == fitting * heads[0] for m in made)
+    assert int(alone.tasks[0].parts[2]) == 0
+    got = [ops.attention(q, kv, m, kind) for m in (alone, *made)]
+    assert all(torch.equal(got[0], r) for r in got[1:])
+    want = expected(table, alone, values, size, kind)
+    torch.testing.assert_close(got[0].double(), want, rtol=0, atol=TOLERANCE[dtype])
 
 
 def test_nothing_to_attend_gives_nothing(ops: Ops) -> None:

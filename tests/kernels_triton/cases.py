@@ -14,11 +14,13 @@ EMPTY = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`tokens` tokens after `past`; with `parents`, the last ones are the drafts of a tree."""
+    """`tokens` tokens after `past`; with `parents`, the last ones are the drafts of a tree. The
+    first `shared` blocks are those of the chunk before."""
 
     past: int
     tokens: int
     parents: tuple[int, ...] | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,9 @@ def make_case(
     expected = np.zeros_like(q)
     positions, masks, bias_start, size_of_masks, first = [EMPTY], [np.zeros(0, bool)], [], 0, 0
     for s, (chunk, mine) in enumerate(zip(chunks, blocks, strict=True)):
-        block_table[s, : len(mine)] = mine
         k[mine], v[mine] = (rounded(rng.standard_normal(k[mine].shape)) for _ in range(2))
+        mine[: chunk.shared] = block_table[s - 1, : chunk.shared]
+        block_table[s, : len(mine)] = mine
         position = np.arange(chunk.past, chunk.past + chunk.tokens, dtype=np.int32)
         bias_start.append(-1)
         if chunk.parents is not None:

@@ -17,7 +17,7 @@ from xylite.kernels_triton import attention
 from xylite.kernels_triton.attention_tiles import HEAD_SIZES, attention_tiles
 from xylite.ops import DenseKV, TaskLists
 from xylite.runtime import task_table
-from xylite.runtime.step import TaskTable
+from xylite.runtime.step import MERGE_FIELDS, TaskTable
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 SENTINEL = 12345.0
@@ -145,6 +145,23 @@ def test_mixed_batches_match_float64(mix, group, dtype):
     assert error(out, case) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("cores", [1, 40])
+@pytest.mark.parametrize("quantise", [False, True])
+def test_neighbours_that_share_a_prefix_match_float64(cores, quantise, monkeypatch):
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 32)
+    rng = np.random.default_rng(cores)
+    chunks = [
+        Chunk(70, 1), Chunk(75, 1, shared=4), Chunk(64, 2, random_tree(rng, 1), shared=3),
+        Chunk(100, 20), Chunk(400, 1), Chunk(390, 3, shared=24), Chunk(5, 1),
+    ]  # fmt: skip
+    case = make_case(rng, Shape(), chunks, half)
+    out, table = run(case, torch.float16, quantise=quantise, cores=cores)
+    assert error(out, case) < (0.1 if quantise else TOLERANCE[torch.float16])
+    assert table.parts[2] == 2 * 2  # prefixes, of two heads each
+    is_cut = table.merges[table.parts[0] :, MERGE_FIELDS.index("num_parts")] > 1
+    assert is_cut.all() == (cores > 1)
+
+
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_every_head_size_serves_a_mixed_batch(dim):
     rng = np.random.default_rng(dim)
@@ -189,7 +206,7 @@ def test_tiles_and_blocks_of_other_sizes_match_float64(block_size):
 def test_an_empty_batch_writes_nothing():
     case = make_case(np.random.default_rng(0), Shape(), [])
     out, table = run(case, torch.float32)
-    assert out.shape[1] == 0 and table.parts.tolist() == [0, 0]
+    assert out.shape[1] == 0 and table.parts.tolist() == [0, 0, 0]
 
 
 def test_int8_keys_and_values_with_scales_match_what_they_stand_for():

@@ -13,8 +13,14 @@ EMPTY = np.zeros(0, np.int32)
 FIELDS_OF_LOAD = ("kv_start", "kv_end", "load")
 
 
-def make_table(past: list[int], tokens: list[int], trees: dict[int, list[int]] | None = None):
-    """A token table with these chunks; `trees` gives the parents of a chunk's last tokens."""
+def make_table(
+    past: list[int],
+    tokens: list[int],
+    trees: dict[int, list[int]] | None = None,
+    block_table: np.ndarray | None = None,
+) -> TokenTable:
+    """A token table with these chunks; `trees` gives the parents of a chunk's last tokens. They
+    share no blocks unless `block_table` says so."""
     trees = trees or {}
     n = np.array(tokens, np.int32)
     kv_len = np.array(past, np.int32) + n
@@ -42,17 +48,31 @@ def make_table(past: list[int], tokens: list[int], trees: dict[int, list[int]] |
         kv_len=kv_len,
         num_draft=num_draft,
         bias_start=bias_start,
-        block_table=np.zeros((len(n), 1), np.int32),
+        block_table=np.arange(len(n), dtype=np.int32)[:, None]
+        if block_table is None
+        else block_table,
         tree_mask=np.concatenate([*masks, np.zeros(0, bool)]),
         logit_rows=EMPTY,
     )
 
 
-def random_table(rng: np.random.Generator) -> TokenTable:
+def shared_blocks(rng: np.random.Generator, past: list[int], kv_tile: int) -> np.ndarray:
+    """A block table in which some chunks have blocks of the one before, of these at times more
+    than either has keys."""
+    width = max(past) // kv_tile + 8
+    table = np.arange(len(past) * width, dtype=np.int32).reshape(-1, width)
+    for s in range(1, len(past)):
+        n = int(rng.choice([0, 2, width // 2, width, width]))
+        table[s, :n] = table[s - 1, :n]
+    return table
+
+
+def random_table(rng: np.random.Generator, kv_tile: int = 0) -> TokenTable:
+    """Some chunks of every kind; with `kv_tile`, some share blocks of so many keys."""
     past, tokens, trees = [], [], {}
     for s in range(int(rng.integers(1, 9))):
         past.append(int(rng.choice([0, 1, 15, 16, 17, 31, 32, rng.integers(0, 400)])))
-        stage = rng.choice(["prefill", "decode", "chain", "tree"])
+        stage = rng.choice(["prefill", "decode", "chain", "tree", *["decode"] * bool(kv_tile)])
         if stage == "prefill":
             tokens.append(int(rng.choice([1, 15, 16, 17, rng.integers(1, 150)])))
         elif stage == "decode":
@@ -62,7 +82,9 @@ def random_table(rng: np.random.Generator) -> TokenTable:
             tokens.append(draft + int(rng.integers(1, 4)))
             if stage == "tree":
                 trees[s] = [int(rng.integers(-1, i)) if i else -1 for i in range(draft)]
-    return make_table(past, tokens, trees)
+    if kv_tile:
+        past = [p + int(rng.choice([0, 200, 200])) for p in past]
+    return make_table(past, tokens, trees, shared_blocks(rng, past, kv_tile) if kv_tile else None)
 
 
 def visible(table: TokenTable, seq: int, window: int) -> np.ndarray:
@@ -93,14 +115,22 @@ def reads_every_key_once(
     """Assert that the tasks of each row read the keys it sees, once."""
     sequences = range(len(tokens.kv_len))
     chunk_rows = np.diff(tokens.q_start) * group
+    chunk_of = np.repeat(sequences, chunk_rows)
     count = [np.zeros((heads, chunk_rows[s], tokens.kv_len[s]), int) for s in sequences]
     for t in all_tasks(table):
-        rows = slice(t["q_row"], t["q_row"] + t["num_rows"])
-        count[t["seq"]][t["head"], rows, t["kv_start"] : t["kv_end"]] += 1
+        for row in range(t["row"], t["row"] + t["num_rows"]):
+            s = chunk_of[row]
+            keys = slice(t["kv_start"], t["kv_end"])
+            count[s][t["head"], row - tokens.q_start[s] * group, keys] += 1
+            blocks = slice(t["kv_start"] // kv_tile, -(-t["kv_end"] // kv_tile))
+            mine, read = (tokens.block_table[i, blocks] for i in (s, t["seq"]))
+            assert np.array_equal(mine, read)
         assert t["kv_start"] % kv_tile == 0 < t["kv_end"] - t["kv_start"]
         assert t["row"] == tokens.q_start[t["seq"]] * group + t["q_row"]
         assert t["past"] + chunk_rows[t["seq"]] // group == tokens.kv_len[t["seq"]]
-        assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0)
+        of_many = t["q_row"] + t["num_rows"] > chunk_rows[t["seq"]]
+        assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0 and not of_many)
+        assert not of_many or t["kv_end"] <= t["past"]
     for s in sequences:
         see = np.repeat(visible(tokens, s, window), group, axis=0)
         assert np.all(count[s][:, see] == 1)
@@ -112,11 +142,12 @@ def reads_every_key_once(
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_visible_key_is_read_once_in_random_mixes(group, window, invariant, monkeypatch):
     monkeypatch.setattr(task_table, "INVARIANT_CUT", 64)
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 32)
     rng = np.random.default_rng(100 * group + window)
-    heads = 2
+    heads, num_shared = 2, 0
     for _ in range(12):
-        tokens = random_table(rng)
         kv_tile = int(rng.choice([16, 32, 48]))
+        tokens = random_table(rng, kv_tile)
         table = task_table.build(
             tokens,
             num_kv_heads=heads,
@@ -127,19 +158,18 @@ def test_every_visible_key_is_read_once_in_random_mixes(group, window, invariant
             num_cores=int(rng.integers(1, 7)),
             batch_invariant=invariant,
         )
+        num_shared += int(table.parts[2])
         reads_every_key_once(table, tokens, heads, group, window, kv_tile)
+    assert (num_shared > 0) == (not window and not invariant)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_parts_of_a_cut_tile_fill_their_rows_of_the_partial_results_once(seed):
+def test_merges_name_every_row_of_the_partial_results_once(seed, monkeypatch):
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 16)
     rng = np.random.default_rng(seed)
+    tokens = random_table(rng, 4)
     table = task_table.build(
-        random_table(rng),
-        num_kv_heads=3,
-        group=4,
-        tile_classes=(16, 64),
-        kv_tile=4,
-        num_cores=32,
+        tokens, num_kv_heads=3, group=4, tile_classes=(16, 64), kv_tile=4, num_cores=32
     )
     tasks = all_tasks(table)
     filled = np.zeros(table.parts[1], int)
@@ -147,21 +177,94 @@ def test_parts_of_a_cut_tile_fill_their_rows_of_the_partial_results_once(seed):
         if t["part"] >= 0:
             filled[t["part"] : t["part"] + t["num_rows"]] += 1
     assert np.all(filled == 1)
-    assert table.parts[0] == len(table.merges) and sum(t["part"] >= 0 for t in tasks) > 0
-    for row in table.merges:
-        m = dict(zip(MERGE_FIELDS, map(int, row), strict=True))
+    num_results, _, num_shared = table.parts.tolist()
+    assert num_results + num_shared == len(table.merges)
+    assert sum(t["part"] >= 0 for t in tasks) > 0 and np.all(np.diff(table.merges[:, 6]) > 0)
+    merges = [dict(zip(MERGE_FIELDS, map(int, row), strict=True)) for row in table.merges]
+    parts_of = []
+    for m in merges:
         same = ("seq", "q_row", "num_rows", "head", "row")
-        parts = [t for t in tasks if all(t[f] == m[f] for f in same)]
-        parts.sort(key=lambda t: t["kv_start"])
-        assert [t["part"] for t in parts] == [
-            m["part"] + k * m["num_rows"] for k in range(m["num_parts"])
-        ]
+        parts = [t for t in tasks if t["part"] >= 0 and all(t[f] == m[f] for f in same)]
+        parts = sorted(parts, key=lambda t: t["kv_start"])
+        parts_of.append([t["part"] for t in parts])
+        assert parts_of[-1] == [m["part"] + k * m["num_rows"] for k in range(m["num_parts"])]
+        assert (parts[0]["kv_start"], parts[-1]["kv_end"]) == (m["kv_start"], m["kv_end"])
         for a, b in itertools.pairwise(parts):
             assert a["kv_end"] == b["kv_start"]
+    read = np.zeros(table.parts[1], int)
+    for m, parts in zip(merges[:num_results], parts_of, strict=False):
+        for part in parts:
+            read[part : part + m["num_rows"]] += 1
+        if m["prefix"] < 0:
+            assert m["kv_start"] == 0
+            continue
+        assert m["prefix"] >= num_results
+        prefix = merges[m["prefix"]]
+        assert prefix["head"] == m["head"] and prefix["kv_end"] == m["kv_start"]
+        for part in parts_of[m["prefix"]]:
+            at = part + m["row"] - prefix["row"]
+            assert part <= at <= part + prefix["num_rows"] - m["num_rows"]
+            read[at : at + m["num_rows"]] += 1
+    assert np.all(read == 1)
+
+
+def agents(lengths: list[int], shared: list[int], tokens: list[int] | None = None) -> TokenTable:
+    """Decodes (or chunks of `tokens`) after `lengths` tokens, chunk i + 1 with the first shared[i]
+    blocks of chunk i; blocks of 64."""
+    table = np.arange(len(lengths) * 200, dtype=np.int32).reshape(-1, 200)
+    for i, n in enumerate(shared):
+        table[i + 1, :n] = table[i, :n]
+    return make_table(lengths, tokens or [1] * len(lengths), block_table=table)
+
+
+SHARING = {"num_kv_heads": 1, "group": 3, "tile_classes": (12, 96), "kv_tile": 64, "num_cores": 1}
+
+
+def shared_of(table: TaskTable) -> list[tuple[int, int, int]]:
+    """First chunk, rows and keys of the shared prefixes."""
+    return [(m[0], m[2], m[5]) for m in table.merges[table.parts[0] :].tolist()]
+
+
+def test_neighbours_with_a_common_prefix_read_it_in_tiles_of_all_their_rows():
+    table = task_table.build(agents([1030] * 6, [15] * 5), **SHARING)
+    assert shared_of(table) == [(0, 12, 512), (4, 6, 512)]
+    one = agents([1030] * 6, [15] * 5, [4] * 6)
+    assert shared_of(task_table.build(one, **SHARING)) == []  # their tiles are full
+
+
+def test_a_prefix_ends_before_the_tokens_of_everyone_and_at_a_multiple_of_its_cut():
+    for length, keys in ((511, 0), (512, 512), (1023, 512), (1024, 1024)):
+        got = shared_of(task_table.build(agents([2000, length], [20]), **SHARING))
+        assert got == ([(0, 6, keys)] if keys else [])
+    for blocks, keys in ((7, 0), (8, 512), (15, 512), (16, 1024)):
+        got = shared_of(task_table.build(agents([2000, 2000], [blocks]), **SHARING))
+        assert got == ([(0, 6, keys)] if keys else [])
+
+
+def test_a_block_that_differs_ends_the_prefix_whatever_follows():
+    tokens = agents([2000, 2000], [20])
+    tokens.block_table[1, 3] += 7000
+    assert shared_of(task_table.build(tokens, **SHARING)) == []
+
+
+def test_one_that_shares_little_joins_only_where_that_saves_keys():
+    long = task_table.build(agents([4096] * 3, [64, 8]), **SHARING)
+    assert shared_of(long) == [(0, 6, 4096)]
+    even = task_table.build(agents([4096] * 3, [64, 40]), **SHARING)
+    assert shared_of(even) == [(0, 9, 2560)]
+
+
+def test_without_a_common_prefix_the_table_is_as_if_there_was_none(monkeypatch):
+    tokens = agents([1030] * 5, [7] * 4)
+    table = task_table.build(tokens, **SHARING)
+    monkeypatch.setattr(task_table, "_share", lambda *args: 1 / 0)
+    alone = task_table.build(tokens, **SHARING, batch_invariant=True)
+    assert np.array_equal(table.classes[0].tasks, alone.classes[0].tasks)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_partial_results_never_have_more_rows_than_the_limit(invariant):
+def test_partial_results_never_have_more_rows_than_the_limit(invariant, monkeypatch):
+    monkeypatch.setattr(task_table, "PREFIX_CUT", 128)
     rng = np.random.default_rng(7)
     most = 0.0
     for _ in range(150):
@@ -170,8 +273,9 @@ def test_partial_results_never_have_more_rows_than_the_limit(invariant):
         n = int(rng.integers(1, 12))
         past = rng.integers(0, int(rng.choice([100, 9000])), n).tolist()
         chunks = rng.choice([1, 1, 3, 40], n).tolist()
+        shares = rng.random() < 0.5
         table = task_table.build(
-            make_table(past, chunks),
+            make_table(past, chunks, None, shared_blocks(rng, past, kv_tile) if shares else None),
             num_kv_heads=2,
             group=2,
             tile_classes=classes,
@@ -276,7 +380,7 @@ def test_an_empty_table_gives_empty_lists():
         )
         assert [c.tasks.shape for c in table.classes] == [(0, len(TASK_FIELDS))] * 2
         assert [c.core_start.tolist() for c in table.classes] == [[0] * 21] * 2
-        assert table.merges.shape == (0, len(MERGE_FIELDS)) and table.parts.tolist() == [0, 0]
+        assert table.merges.shape == (0, len(MERGE_FIELDS)) and table.parts.tolist() == [0, 0, 0]
         assert task_table.balance(table) == 1.0
 
 
@@ -359,7 +463,7 @@ def test_tasks_that_grow_with_their_sequences_read_every_key_once(seed):
         if step % 5 == 0:  # a quarter of a KV tile after the one before
             assert arrays_of(table) == arrays_of(built)
         assert len(table.merges) == 0 or table.parts[1] <= task_table.max_part_rows(
-            tile_classes=(4, 64), kv_tile=16, num_cores=4
+            tile_classes=(4, 64), kv_tile=16, num_cores=4, num_rows=6 * len(past)
         )
 
 
@@ -379,6 +483,22 @@ def test_tasks_are_cut_anew_when_other_chunks_come():
         made = make_table(past, tokens)
         built = task_table.build(made, kv_tile=64, **DECODES)
         assert arrays_of(decomposition(made)) == arrays_of(built)
+
+
+def test_tasks_of_shared_prefixes_grow_only_with_the_same_blocks():
+    settings = {**SHARING, "num_cores": 4}
+    decomposition = task_table.Decomposition(**settings)
+    growing = 0
+    for step in range(40):
+        # From step 10 on the last sequence is another one of the same length.
+        tokens = agents([1030 + step] * 3, [15, 15 if step < 10 else 3])
+        table = decomposition(tokens)
+        reads_every_key_once(table, tokens, heads=1, group=3, window=0, kv_tile=64)
+        assert shared_of(table) == [(0, 9 if step < 10 else 6, 512)]
+        ends = table.merges[: table.parts[0], MERGE_FIELDS.index("kv_end")]
+        assert np.all(ends == 1031 + step)
+        growing += decomposition._grown > 0
+    assert growing > 30
 
 
 @pytest.mark.parametrize("settings", [{"window": 100}, {"batch_invariant": True}])

@@ -16,8 +16,10 @@ from xylite.kernels_triton.graphs import Run
 from xylite.kernels_triton.launch import Target
 
 # Of runtime/task_table.max_part_rows: a task is cut at a quarter of the mean core load, and a cut
-# rounds up, so an iteration has at most this many part rows per core and row of the tile classes.
+# rounds up, so an iteration has at most this many part rows per core and row of the tile classes;
+# and where a prefix is shared, each of its rows has two more.
 PARTS_PER_CORE: Final = 12
+PARTS_OF_SHARED: Final = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -70,18 +72,19 @@ class _Attention:
             cap=kind.cap,
             tree=shared.tree[group],
             scales=None if kv.k_scale is None else (kv.k_scale, kv.v_scale),
-            parts=self._room(batch.tasks[kind.index], dim, tiles),
+            parts=self._room(batch.tasks[kind.index], heads * rows, dim, tiles),
             tiles=tiles,
             vector_cores=self._target.vector_cores,
         )
         return out.view(heads, tokens, group * dim).transpose(0, 1).reshape(tokens, -1)
 
-    def _room(self, tasks: Any, dim: int, tiles: AttentionTiles) -> Parts:
+    def _room(self, tasks: Any, rows: int, dim: int, tiles: AttentionTiles) -> Parts:
         """Room for the parts of cut tasks; it grows to what was ever needed."""
         most = sum(t.shape[0] * q for t, q in zip(tasks.tasks, tasks.tile_q, strict=True))
         # With one class on both sides, keys may be cut at fixed multiples: no bound by load then.
         if 1 < len(tiles.tile_q) == len(tasks.tile_q):
-            most = min(most, PARTS_PER_CORE * self._target.cores * sum(tasks.tile_q))
+            limit = PARTS_PER_CORE * self._target.cores * sum(tasks.tile_q)
+            most = min(most, limit + PARTS_OF_SHARED * rows)
         needed = most if tasks.merges.shape[0] else 1
         if dim not in self._parts or self._parts[dim].acc.shape[0] < needed:
             if dim in self._parts:

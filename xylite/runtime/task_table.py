@@ -26,6 +26,18 @@ is below the least length of 2 KV tiles (256 keys), which makes 7 and 8 parts. T
 tasks, and the slowest core has 1.01 times the mean load. (The paper counts 6 tile blocks for this
 mix and gives the verify a third class of 64 rows; a class is a compiled kernel here, so there are
 two.)
+
+Shared prefixes (an addition; cascade attention elsewhere: Juravsky et al. 2024, Hydragen; Ye et al.
+2024, FlashInfer). Neighbours whose blocks are the same ones up to some key, samples of one prompt
+or agents with a common system prompt, read these keys in one tile: their packed rows follow one
+another already, as many as fit into the smallest class. The prefix lies before the tokens of each,
+so all its rows see all its keys, and a kernel needs to know nothing. Each chunk's own tile begins
+where the prefix ends, and a merge joins its rows of the prefix's parts with its own parts. With
+tile class 12, KV tiles of 64 and 3 query heads per KV head, six decodes after 1030 tokens, 960 of
+them in the same blocks, are a tile of 12 rows (four of them) and one of 6 rows for keys 0..511, and
+six of 3 rows for keys 512..1030. A prefix ends at a multiple of PREFIX_CUT keys. Only small tiles
+are shared, so the load falls by every chunk but one; on the CPU 12 rows keep the arithmetic busy,
+and tiles of the large class were slower. Where results must not depend on the batch, nothing is.
 """
 
 import math
@@ -42,7 +54,9 @@ I64 = NDArray[np.int64]
 CAP_SHARE = 4  # a task has at most this fraction (1 / CAP_SHARE) of its class's mean core load
 MIN_TILES = 2  # but keys are not cut into parts shorter than this many KV tiles
 INVARIANT_CUT = 4096  # keys between cuts when results must not depend on the batch
-PREFIX_CUT = 512  # shared prefixes end at multiples of it; the CPU's kernel needs its segments whole
+PREFIX_CUT = (
+    512  # shared prefixes end at multiples of it; the CPU's kernel needs its segments whole
+)
 
 
 def _starts(counts: I64) -> I64:
@@ -225,9 +239,7 @@ def _deal(loads: I64, num_cores: int) -> tuple[I64, I32]:
     return by_core[exists], _starts(exists.sum(axis=1)).astype(np.int32)
 
 
-def _merges(
-    tiles: dict[str, I64], prefix: I64, counts: I64, part: I64, order: I64
-) -> I32:
+def _merges(tiles: dict[str, I64], prefix: I64, counts: I64, part: I64, order: I64) -> I32:
     """[merges, len(MERGE_FIELDS)] of the tiles `order`, one per head.
 
     prefix  [tiles] the tile of each one's shared prefix, or -1
@@ -400,21 +412,22 @@ def max_part_rows(
     tile_classes: tuple[int, ...],
     kv_tile: int,
     num_cores: int,
+    num_rows: int,
     batch_invariant: bool = False,
-    num_rows: int = 0,
     max_len: int = 0,
 ) -> int:
     """How many rows the partial results of any iteration can have, for `build`'s settings.
 
     By load, a tile of load > cap is cut at no less than half the cap, so into at most
-    2 * load / cap + 1 parts; the loads of a class sum up to CAP_SHARE * num_cores caps.
-    num_rows, max_len  with batch_invariant: packed rows of an iteration, all KV heads together,
-                       and keys of the longest sequence
+    2 * load / cap + 1 parts; the loads of a class sum up to CAP_SHARE * num_cores caps. Where a
+    prefix is shared, each row also has a part in the prefix's tile and one of its own.
+    num_rows  packed rows of an iteration, all KV heads together
+    max_len   with batch_invariant: keys of the longest sequence
     """
     if batch_invariant:
         cut = _invariant_cut(kv_tile)
         return num_rows * -(-max_len // cut) if max_len > cut else 0
-    return 3 * CAP_SHARE * num_cores * sum(tile_classes)
+    return 3 * CAP_SHARE * num_cores * sum(tile_classes) + 2 * num_rows
 
 
 def core_loads(table: TaskTable) -> I64:

@@ -83,7 +83,7 @@ def random_table(rng: np.random.Generator, kv_tile: int = 0) -> TokenTable:
             if stage == "tree":
                 trees[s] = [int(rng.integers(-1, i)) if i else -1 for i in range(draft)]
     if kv_tile:
-        past = [p + int(rng.choice([0, 200, 200])) for p in past]
+        past = [int(p + rng.choice([0, 200, 200])) for p in past]
     return make_table(past, tokens, trees, shared_blocks(rng, past, kv_tile) if kv_tile else None)
 
 

@@ -158,7 +158,8 @@ def _share(
     groups = [] if common is None else list(_groups(common.tolist(), rows.tolist(), most))
     if not groups:
         return tiles, prefix
-    first, end, keys = np.array(groups, np.int64).T
+    columns = np.array(groups, np.int64)
+    first, end, keys = columns[:, 0], columns[:, 1], columns[:, 2]
     owner, place = _spread(end - first)
     # Such a chunk has one tile; chunks before it may have more, or none.
     member = np.searchsorted(tiles["seq"], first[owner] + place)
@@ -245,7 +246,7 @@ def _merges(tiles: dict[str, I64], prefix: I64, counts: I64, part: I64, order: I
     prefix  [tiles] the tile of each one's shared prefix, or -1
     part    [tiles, heads] first row in the partial results
     """
-    num_kv_heads = part.shape[1]
+    num_kv_heads = int(part.shape[1])
     heads = np.arange(num_kv_heads)
     place = np.zeros(len(prefix), np.int64)
     place[order] = np.arange(len(order)) * num_kv_heads

@@ -13,13 +13,14 @@ MAX_GROWTH = 8192  # tokens indexed in one iteration: about 3 ms of the event lo
 
 
 class Index:
-    """Where each run of `size` tokens was followed by another token, latest first.
+    """The latest earlier place before each place where the same `size` tokens come before it.
 
-    A place is the position of the token that follows. Two runs of one hash are told apart when
-    the tokens before a place are compared.
+    A place is the position of the token that follows, or is to follow: the text's end is one, so
+    what continued it before is known as soon as it is indexed. Two runs of one hash are told apart
+    when the tokens before a place are compared.
 
     under  index of the text's beginning, when several texts share it
-    end    places below it are indexed
+    end    places up to it are indexed
     """
 
     __slots__ = ("_before", "_first", "_last", "end", "size", "under")
@@ -27,18 +28,23 @@ class Index:
     def __init__(self, size: int, start: int = 0, under: "Index | None" = None):
         self.size = size
         self.under = under
-        self.end = self._first = max(start, size)
+        self._first = max(start, size)
+        self.end = self._first - 1
         self._last: dict[int, int] = {}
         self._before: list[int] = []
 
     def grow(self, tokens: list[int], end: int) -> None:
-        """Index the places below `end`; tokens[:end] never change."""
-        size, last, before = self.size, self._last, self._before
-        for place in range(self.end, end):
-            key = hash(tuple(tokens[place - size : place]))
-            before.append(self._latest(key))
+        """Index the places up to `end`; tokens[:end] never change."""
+        start, size = self.end + 1, self.size
+        if end < start:
+            return
+        last, before, under = self._last, self._before, self.under
+        runs = (tokens[start - size + i : end - size + i + 1] for i in range(size))
+        for place, key in enumerate(map(hash, zip(*runs, strict=True)), start):
+            latest = last.get(key, -1)
+            before.append(under._latest(key) if latest < 0 and under is not None else latest)
             last[key] = place
-        self.end = max(self.end, end)
+        self.end = end
 
     def _latest(self, key: int) -> int:
         place = self._last.get(key, -1)
@@ -50,15 +56,14 @@ class Index:
         return -1 if self.under is None else self.under._earlier(place)
 
     def find(self, tokens: list[int], longest: int) -> tuple[int, int]:
-        """The place whose preceding tokens agree longest with the end of `tokens`, and how many.
+        """The place whose preceding tokens agree longest with the end of `tokens`, which is
+        indexed, and how many.
 
         The latest such place; at least `size` tokens agree and no more than `longest` are
         compared. (-1, 0) if there is none.
         """
         end = len(tokens)
-        if end < self.size:
-            return -1, 0
-        place = self._latest(hash(tuple(tokens[end - self.size :])))
+        place = self._earlier(end)
         best, best_length = -1, self.size - 1
         for _ in range(MAX_CANDIDATES):
             if place < 0 or best_length >= longest:
@@ -141,7 +146,7 @@ class Ngram:
         return track
 
     def _grow(self, index: Index, seq: Sequence, end: int) -> bool:
-        """Index the places below `end`, as far as this iteration's limit goes; whether all are."""
+        """Index the places up to `end`, as far as this iteration's limit goes; whether all are."""
         num = min(max(end - index.end, 0), self._growth_left)
         index.grow(seq.tokens, index.end + num)
         self._growth_left -= num
@@ -150,7 +155,7 @@ class Ngram:
     def _new(self, seq: Sequence) -> _Track:
         prompt, users = self._prompts.setdefault(seq.request.id, (Index(self._min), set()))
         users.add(seq.index)
-        return _Track(Index(self._min, seq.num_prompt, prompt))
+        return _Track(Index(self._min, seq.num_prompt + 1, prompt))
 
     def forget(self, seq: Sequence) -> None:
         if self._tracks.pop(seq, None) is None:

@@ -9,6 +9,7 @@ from xylite.runtime.chances import (
     FIRST_GUESS,
     LEAST_MATCH,
     LEAST_SHARE,
+    MEMORY,
     MOST,
     NUM_LEVELS,
     Chances,
@@ -25,6 +26,7 @@ def sequence(name):
 def verify(chances, seq, match, accepted, tried, times=1):
     for _ in range(times):
         chances.verified([seq], np.array([match]), np.array([accepted]), np.array([tried]))
+        chances.end_iteration()
 
 
 def first(chances, seq, match):
@@ -87,8 +89,21 @@ def test_without_drafts_what_was_learnt_of_a_sequence_fades():
     verify(chances, seq, 2, 0, 1, times=20)
     low = first(chances, seq, 2)
     for _ in range(round(3 / (1 - FADING))):
-        chances.fade([seq])
+        chances.end_iteration()
     assert first(chances, seq, 2) > 2 * low
+
+
+def test_fading_is_the_same_whenever_it_is_looked_at_and_spares_what_was_just_verified():
+    chances, often, seldom = Chances(), sequence("often"), sequence("seldom")
+    for _ in range(3):
+        both, one = np.array([2, 2]), np.array([1, 1])
+        chances.verified([often, seldom], both, one, one)
+        for _ in range(10):
+            chances.end_iteration()
+            first(chances, often, 2)
+    assert first(chances, seldom, 2) == pytest.approx(first(chances, often, 2))
+    weight = sum(MEMORY**i * FADING ** (9 * i + 9) for i in range(3))  # the first of 10 spared
+    assert chances._tried[chances._row(seldom)].sum() == pytest.approx(weight)
 
 
 def test_a_forgotten_sequence_leaves_its_row_clean():

@@ -16,7 +16,13 @@ from xylite.runtime.drafters import DraftOptions
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft, SamplingParams
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.speculation import FRESH_STEPS, MIN_SAMPLES, Speculation, StepCosts
+from xylite.runtime.speculation import (
+    FRESH_STEPS,
+    MIN_SAMPLES,
+    MOST_REST,
+    Speculation,
+    StepCosts,
+)
 
 GAP = 0.02  # of a step of one token: what a step costs more that is not planned ahead
 
@@ -409,8 +415,8 @@ def test_settings_reach_the_drafter():
     )
 
 
-@pytest.mark.parametrize(("batch", "most"), [(1, 1.5), (32, 0.4)])
-async def test_the_larger_a_batch_without_drafts_the_seldomer_it_is_looked_at(batch, most):
+@pytest.mark.parametrize("batch", [1, 32])
+async def test_texts_without_drafts_are_looked_at_seldom_until_a_draft_is_right(batch):
     class Counting(Always):
         num_looks = 0
 
@@ -423,8 +429,32 @@ async def test_the_larger_a_batch_without_drafts_the_seldomer_it_is_looked_at(ba
     await world.run(100)
     proposer.num_looks = 0
     await world.run(100)
-    assert 0.15 * 100 * batch < proposer.num_looks <= most * 100 * batch
+    assert 0 < proposer.num_looks <= 100 * batch / MOST_REST
     proposer.expects = lambda seq: 8  # the texts have become such that there are drafts
     world.chance = 0.9
-    await world.run(6)
+    await world.run(MOST_REST + 2)
     assert proposer.num_calls > 0
+    before = world.num_ahead
+    await world.run(20)
+    assert world.num_ahead == before
+
+
+async def test_looks_that_find_what_is_rejected_are_as_vain_as_those_that_find_nothing():
+    world = World(1, lambda n: 1 + 0.001 * n, 0.0, Always(match=1))
+    await world.run(200)
+    before, calls = world.num_ahead, world.drafter._proposer.num_calls
+    await world.run(100)
+    assert 0 < world.drafter._proposer.num_calls - calls <= 100 / MOST_REST
+    assert world.num_ahead - before >= 100 * (1 - 2 / MOST_REST)
+
+
+async def test_a_draft_after_the_token_in_flight_needs_that_token_to_go_on_with_the_match():
+    for match, wanted in ((0, True), (3, False)):
+        world = World(1, lambda n: 1 + 0.15 * n, 0.0, Always(match=match))
+        drafter = world.drafter
+        for size in range(1, 10):
+            for _ in range(MIN_SAMPLES):
+                drafter._costs.add(size, world.cost(size))
+        drafter._chances.of = lambda some, matches, depth: np.full((1, depth), 0.4).cumprod(axis=1)
+        assert any(drafter._lengths(world.sequences))
+        assert any(drafter._lengths(world.sequences, num_unknown=1)) == wanted

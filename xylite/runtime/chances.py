@@ -17,7 +17,7 @@ FIRST_GUESS: Final = (0.6, 0.3, 0.5, 0.65, 0.75, 0.85, 0.9, 0.9, 0.95)  # chance
 NUM_LEVELS: Final = len(LEAST_MATCH)
 
 MEMORY: Final = 0.95  # weight of what was known when a draft token was verified
-FADING: Final = 0.98  # the same for a token without a draft: after a while it is tried again
+FADING: Final = 0.98  # the same for an iteration without one: after a while it is tried again
 PRIOR_WEIGHT: Final = 4.0  # draft tokens of its own from which a sequence counts as much as all
 COMMON_WEIGHT: Final = 10.0  # draft tokens that the first guess counts as
 COMMON_MEMORY: Final = 0.98
@@ -39,6 +39,8 @@ class Chances:
         self._free: list[int] = []
         self._accepted = np.zeros((0, NUM_LEVELS))
         self._tried = np.zeros((0, NUM_LEVELS))
+        self._iteration = 0
+        self._faded = np.zeros(0, np.int64)  # by row, the iterations it has faded for
         self._common_accepted = COMMON_WEIGHT * np.array(FIRST_GUESS)
         self._least = LEAST_SHARE * np.array(FIRST_GUESS)
         self._common_tried = np.full(NUM_LEVELS, COMMON_WEIGHT)
@@ -54,10 +56,20 @@ class Chances:
                 more = np.zeros((max(have, 8), NUM_LEVELS))
                 self._accepted = np.concatenate([self._accepted, more])
                 self._tried = np.concatenate([self._tried, more])
+                self._faded = np.concatenate([self._faded, np.zeros(len(more), np.int64)])
                 self._free = list(range(have, len(self._tried)))
             row = self._rows[seq] = self._free.pop()
             self._accepted[row] = self._tried[row] = 0.0
         return row
+
+    def _rows_of(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Their rows, faded for all iterations up to now."""
+        rows = [self._row(s) for s in sequences]
+        fading = FADING ** (self._iteration - self._faded[rows])[:, None]
+        self._accepted[rows] *= fading
+        self._tried[rows] *= fading
+        self._faded[rows] = self._iteration
+        return rows
 
     def forget(self, seq: Sequence) -> None:
         row = self._rows.pop(seq, None)
@@ -68,7 +80,7 @@ class Chances:
         """[S, depth] the chance that the draft token at each depth and all before it are accepted,
         of drafts that continue matches of `matches` [S] tokens."""
         common = (self._common_accepted / self._common_tried).clip(self._least, MOST)
-        rows = [self._row(s) for s in sequences]
+        rows = self._rows_of(sequences)
         known = (self._accepted[rows] + PRIOR_WEIGHT * common) / (self._tried[rows] + PRIOR_WEIGHT)
         return np.take_along_axis(known, levels(matches, depth), axis=1).cumprod(axis=1)
 
@@ -82,7 +94,7 @@ class Chances:
         """Drafts were verified, each of another sequence, that continued matches of `matches` [S]
         tokens: `num_tried` [S] of their tokens, at most the last of which was not accepted."""
         num, depth = len(sequences), int(num_tried.max())
-        rows = [self._row(s) for s in sequences]
+        rows = self._rows_of(sequences)
         place = levels(matches, depth) + NUM_LEVELS * np.arange(num)[:, None]
 
         def count(ends: np.ndarray) -> np.ndarray:
@@ -91,6 +103,7 @@ class Chances:
             return np.bincount(found, minlength=num * NUM_LEVELS).reshape(num, NUM_LEVELS)
 
         good, tried = count(num_accepted), count(num_tried)
+        self._faded[rows] += 1  # not for the one that verified them
         memory = MEMORY ** (tried > 0)
         self._accepted[rows] = memory * self._accepted[rows] + good
         self._tried[rows] = memory * self._tried[rows] + tried
@@ -98,8 +111,6 @@ class Chances:
         self._common_accepted = memory * self._common_accepted + good.sum(axis=0)
         self._common_tried = memory * self._common_tried + tried.sum(axis=0)
 
-    def fade(self, sequences: SequenceOf[Sequence]) -> None:
-        """These sequences got a token without a draft."""
-        rows = [self._row(s) for s in sequences]
-        self._accepted[rows] *= FADING
-        self._tried[rows] *= FADING
+    def end_iteration(self) -> None:
+        """What is known of sequences that no draft was verified of since the last time fades."""
+        self._iteration += 1

@@ -17,7 +17,7 @@ from xylite import plugins
 from xylite.config import SpeculativeConfig
 from xylite.runtime.chances import Chances
 from xylite.runtime.drafters import DraftOptions, Proposer
-from xylite.runtime.plan import Plan
+from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
 
@@ -26,11 +26,11 @@ MIN_SAMPLES = 3  # fewer say nothing: the first ones may pay for what is set up 
 BEYOND = 0.5  # cost of a token beyond the sizes measured, of that of the last ones measured
 MIN_GAIN = 1.05  # expected speed-up below which drafting is left alone
 
-# To look for drafts takes time that grows with the batch. Where so many looks in a row found none
-# that pays, only one of 1 + batch // REST_BATCH iterations, at most of MOST_REST, looks again.
+# To look for drafts takes time, and an iteration that waits for one is not planned ahead. After so
+# many looks in a row in vain, that found nothing or nothing that was accepted, there is a rest
+# before the next one, an iteration longer after each, up to MOST_REST.
 VAIN_LOOKS = 16
-REST_BATCH = 8
-MOST_REST = 4
+MOST_REST = 8
 
 ONSET_RATE = 0.1
 YIELD_MEMORY = 0.995
@@ -171,18 +171,19 @@ class Speculation:
             self._rest -= 1
             return False
         live = [s for s in self._live if s.row >= 0]
-        drafts = any(self._lengths(live))
+        drafts = any(self._lengths(live, num_unknown=1))
         self._note_onset()
         if drafts:
-            self._vain_looks = 0
             return True
-        self._vain_looks += 1
-        if self._vain_looks > VAIN_LOOKS:
-            self._rest = min(len(live) // REST_BATCH, MOST_REST)
+        self._look_was_vain()
         # A draft that is missed is an iteration more for one sequence.
         if not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
             return False
         return self._onset * self._costs.plain(len(live)) / len(live) > self._gap.value > 0.0
+
+    def _look_was_vain(self) -> None:
+        self._vain_looks += 1
+        self._rest = min(max(self._vain_looks - VAIN_LOOKS, 0), MOST_REST)
 
     def _note_onset(self) -> None:
         self._onset += ONSET_RATE * (self._worth - self._onset)
@@ -198,12 +199,15 @@ class Speculation:
     async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
         self._propose_seconds = 0.0
+        if self._rest:
+            return
         self._live.update(dict.fromkeys(sequences))
         lengths = self._lengths(sequences)
         if self._after_plain:
             self._note_onset()
         wanted = [(s, n) for s, n in zip(sequences, lengths, strict=True) if n]
         if not wanted:
+            self._look_was_vain()
             return
         if self._proposer.on_device:
             self._drafted.update(s for s, _ in wanted)
@@ -218,6 +222,7 @@ class Speculation:
             (s, d) for (s, _), d in zip(wanted, drafts, strict=True) if d and s.finish is None
         ]
         if not drafted:
+            self._look_was_vain()
             return
         some, longest = [s for s, _ in drafted], max(len(d) for _, d in drafted)
         matches = np.array([self._proposer.match(s) for s in some])
@@ -226,8 +231,11 @@ class Speculation:
             seq.draft = draft
             self._offered[seq] = match, float(p[: len(draft)].sum())
 
-    def _lengths(self, sequences: list[Sequence]) -> list[int]:
-        """Draft tokens to ask for, per sequence: as many as raise the tokens per second."""
+    def _lengths(self, sequences: list[Sequence], num_unknown: int = 0) -> list[int]:
+        """Draft tokens to ask for, per sequence: as many as raise the tokens per second.
+
+        num_unknown  1 if they will be asked for after a token that is still being computed
+        """
         batch = len(sequences)
         lengths = [0] * batch
         self._worth = 0.0
@@ -240,7 +248,9 @@ class Speculation:
         able = [i for i, n in enumerate(most) if n > 0]
         some = [sequences[i] for i in able]
         matches = np.array([self._proposer.match(s) for s in some])
-        chances = self._chances.of(some, matches, depth)
+        chances = self._chances.of(some, matches, depth + num_unknown)
+        # Matches go on only if that token is what they expect.
+        chances = np.where(matches[:, None] > 0, chances[:, num_unknown:], chances[:, :depth])
         chances[np.arange(depth) >= np.array([most[i] for i in able])[:, None]] = 0.0
         # Depth by depth: of equally likely tokens the first ones come first.
         offers = chances.T.ravel()
@@ -282,10 +292,11 @@ class Speculation:
         gap      the device waited before it, because it could not be planned ahead
         """
         self._proposer.begin_iteration()
-        if all(c.num - c.num_draft == 1 for c in plan.chunks):
-            self._costs.add(plan.num_tokens, seconds)
-        self._after_plain = not plan.has_drafts
-        if plan.has_drafts:
+        num_tokens, num_draft = plan.num_tokens, sum(c.num_draft for c in plan.chunks)
+        if num_tokens - num_draft == len(plan.chunks):  # no prompts
+            self._costs.add(num_tokens, seconds)
+        self._after_plain = not num_draft
+        if num_draft:
             self._gap.add(max(gap - self._propose_seconds, 0.0))
             self._steps_without = 0
         else:
@@ -293,29 +304,29 @@ class Speculation:
             self._outcome = [x + 0.02 * (YIELD_PRIOR - x) for x in self._outcome]
             if self._steps_without >= FRESH_STEPS:
                 self._forget_draft_costs()
-        without: list[Sequence] = []
-        verified: list[tuple[Sequence, int, int]] = []
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            if seq.finish is not None or not chunk.samples:
-                continue
-            self._live[seq] = None
-            new = len(seq.tokens) - (chunk.start + chunk.num - chunk.num_draft)
-            if chunk.draft is None:
-                without.append(seq)
-            elif new > 0:
-                verified.append((seq, new - 1, min(new, _depth(chunk.draft))))
-        if without:
-            self._chances.fade(without)
-        if verified:
-            self._learn(verified)
+        sampling = [c for c in plan.chunks if c.samples and c.seq.finish is None]
+        self._live.update([(c.seq, None) for c in sampling])
+        if num_draft:
+            self._learn(sampling)
+        self._chances.end_iteration()
 
-    def _learn(self, verified: list[tuple[Sequence, int, int]]) -> None:
-        """Sequences whose drafts were verified, draft tokens accepted and tried."""
+    def _learn(self, sampling: list[Chunk]) -> None:
+        """From the drafts that were verified."""
+        verified: list[tuple[Sequence, int, int]] = []  # draft tokens accepted, and tried
+        for c in sampling:
+            new = len(c.seq.tokens) - (c.start + c.num - c.num_draft)
+            if c.draft is not None and new > 0:
+                verified.append((c.seq, new - 1, min(new, _depth(c.draft))))
+        if not verified:
+            return
         sequences, num_accepted, num_tried = zip(*verified, strict=True)
         offered = [self._offered.pop(s, (0, 0.0)) for s in sequences]
         matches = np.array([match for match, _ in offered])
         self._chances.verified(sequences, matches, np.array(num_accepted), np.array(num_tried))
+        if any(num_accepted):
+            self._vain_looks = 0
+        else:
+            self._look_was_vain()
         accepted, expected = self._outcome
         for (_, hoped), num in zip(offered, num_accepted, strict=True):
             accepted = YIELD_MEMORY * accepted + num

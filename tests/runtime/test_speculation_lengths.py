@@ -70,7 +70,7 @@ async def test_no_length_of_drafts_changes_an_answer(method, plain, monkeypatch)
     expected, crowd = plain
     length = 0
 
-    def lengths(self, sequences):
+    def lengths(self, sequences, num_unknown=0):
         """`length` for all, as far as the drafter and the sequence go."""
         return [
             max(min(self._proposer.expects(s), s.max_len - len(s.tokens) - 1, length), 0)

@@ -52,7 +52,7 @@ def serving(tiny_dir):
 def always_drafting(monkeypatch):
     """Drafts as long as the settings allow, whether or not they pay on this machine."""
 
-    def lengths(self, sequences):
+    def lengths(self, sequences, num_unknown=0):
         return [
             max(min(self._proposer.expects(s), s.max_len - len(s.tokens) - 1, self.max_draft), 0)
             for s in sequences

@@ -54,9 +54,7 @@ I64 = NDArray[np.int64]
 CAP_SHARE = 4  # a task has at most this fraction (1 / CAP_SHARE) of its class's mean core load
 MIN_TILES = 2  # but keys are not cut into parts shorter than this many KV tiles
 INVARIANT_CUT = 4096  # keys between cuts when results must not depend on the batch
-PREFIX_CUT = (
-    512  # shared prefixes end at multiples of it; the CPU's kernel needs its segments whole
-)
+PREFIX_CUT = 512  # keys: shared prefixes end at multiples of it, as the CPU's softmax segments do
 
 
 def _starts(counts: I64) -> I64:

@@ -230,10 +230,13 @@ async def litellm(monkeypatch):
 
     yield package
     await close_litellm_async_clients()
-    # The OpenAI clients that it keeps for later calls belong to an event loop that ends here.
+    # The OpenAI clients that it keeps for later calls belong to an event loop that ends here; so do
+    # connections of clients that it dropped, which would be closed in the loop of a later test.
     for kept in gc.get_objects():
         if issubclass(type(kept), openai.AsyncOpenAI) and not kept.is_closed():
             await kept.close()
+        elif issubclass(type(kept), openai.DefaultAsyncHttpxClient) and not kept.is_closed:
+            await kept.aclose()
     with warnings.catch_warnings():
         # LiteLLM drops some of its own sessions without closing them; none of ours are left here.
         warnings.simplefilter("ignore", ResourceWarning)

@@ -8,11 +8,6 @@ import pytest
 
 from tests.runtime.driver import Driver
 from tests.toy import toy_request
-from xylite import plugins
-from xylite.config import DRAFT_TOKENS, SpeculativeConfig, speculative
-from xylite.errors import ConfigError
-from xylite.runtime import speculation
-from xylite.runtime.drafters import DraftOptions
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft, SamplingParams
 from xylite.runtime.sequence import Sequence
@@ -57,6 +52,8 @@ class World:
     """A device whose steps take `cost(tokens)` seconds, and texts whose next token a drafter knows
     with probability `chance`."""
 
+    plans_ahead = True  # else nobody asks whether to draft before it is done
+
     def __init__(self, batch, cost, chance, proposer=None, draft_seconds=0.0, seed=1):
         self.cost = cost
         self.chance = chance
@@ -79,7 +76,7 @@ class World:
         return drafts
 
     async def step(self):
-        ahead = self.drafted == 0 and not self.drafter.wants_to_draft()
+        ahead = self.plans_ahead and self.drafted == 0 and not self.drafter.wants_to_draft()
         before = self.now
         if ahead:
             self.num_ahead += 1
@@ -347,76 +344,9 @@ def test_nobody_is_preempted_for_a_draft():
     assert [[c.num_draft for c in p.chunks] for p in driver.plans[:3]] == [[0, 0], [9, 0], [1]]
 
 
-def test_the_methods_are_the_drafters_there_are():
-    assert sorted(DRAFT_TOKENS) == plugins.names("runtime.drafters")
-
-
-def test_settings_are_completed():
-    assert speculative({"method": "ngram"}) == SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=16,
-        prompt_lookup_min=1,
-        prompt_lookup_max=16,
-        suffix_decoding_max_cached_requests=10_000,
-        suffix_decoding_max_spec_factor=4.0,
-        suffix_decoding_min_token_prob=0.1,
-    )
-    one = speculative({"method": "ngram", "prompt_lookup_max": 1})
-    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (1, 1)
-    one = speculative({"method": "ngram", "prompt_lookup_min": 20})
-    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (20, 20)
-    assert speculative({"model": "some/path"}).method == "draft_model"
-    assert (
-        speculative({"method": "suffix", "num_speculative_tokens": 3}).num_speculative_tokens == 3
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({}, ["method", "ngram"]),
-        ({"method": "eagle3"}, ["eagle3", "ngram", "suffix", "draft_model"]),
-        ({"method": "ngram", "prompt_lookup_mx": 3}, ["prompt_lookup_mx"]),
-        ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens", "1"]),
-        ({"method": "ngram", "num_speculative_tokens": 65}, ["num_speculative_tokens", "64"]),
-        ({"method": "ngram", "num_speculative_tokens": "4"}, ["num_speculative_tokens", "int"]),
-        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ["(5)", "(3)"]),
-        ({"method": "ngram", "model": "x"}, ["model", "ngram"]),
-        ({"method": "suffix", "prompt_lookup_max": 3}, ["prompt_lookup_max", "suffix"]),
-        ({"method": "ngram", "suffix_decoding_min_token_prob": 0.2}, ["suffix_decoding", "ngram"]),
-        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["min_token_prob", "1"]),
-        ({"method": "draft_model"}, ["draft_model", "model"]),
-    ],
-)
-def test_a_wrong_setting_is_named(given, words):
-    with pytest.raises(ConfigError) as e:
-        speculative(given)
-    assert e.value.param == "speculative_config"
-    assert all(w in str(e.value) for w in [*words, "speculative_config"])
-
-
-def test_settings_reach_the_drafter():
-    made = speculation.make(
-        speculative({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 3}),
-        lambda: 0.0,
-    )
-    assert made.max_draft == 3
-    assert (made._proposer._min, made._proposer._max) == (3, 16)
-    made = speculation.make(
-        speculative({"method": "suffix", "suffix_decoding_max_cached_requests": 9}), lambda: 0.0
-    )
-    assert made._proposer._options == DraftOptions(
-        num_tokens=16,
-        lookup_min=1,
-        lookup_max=16,
-        max_cached_requests=9,
-        max_spec_factor=4.0,
-        min_token_prob=0.1,
-    )
-
-
+@pytest.mark.parametrize("plans_ahead", [True, False])
 @pytest.mark.parametrize("batch", [1, 32])
-async def test_texts_without_drafts_are_looked_at_seldom_until_a_draft_is_right(batch):
+async def test_texts_without_drafts_are_looked_at_seldom_until_a_draft_is_right(batch, plans_ahead):
     class Counting(Always):
         num_looks = 0
 
@@ -426,6 +356,7 @@ async def test_texts_without_drafts_are_looked_at_seldom_until_a_draft_is_right(
 
     proposer = Counting()
     world = World(batch, memory_bound, 0.0, proposer)
+    world.plans_ahead = plans_ahead
     await world.run(100)
     proposer.num_looks = 0
     await world.run(100)

@@ -167,8 +167,7 @@ class Speculation:
     def wants_to_draft(self) -> bool:
         """Drafting would pay now, as far as the tokens known so far tell, or is likely to after the
         token that is being computed. To be asked once per iteration."""
-        if self._rest:
-            self._rest -= 1
+        if self._rests():
             return False
         live = [s for s in self._live if s.row >= 0]
         drafts = any(self._lengths(live, num_unknown=1))
@@ -177,9 +176,16 @@ class Speculation:
             return True
         self._look_was_vain()
         # A draft that is missed is an iteration more for one sequence.
-        if not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
+        if self._rest or not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
             return False
         return self._onset * self._costs.plain(len(live)) / len(live) > self._gap.value > 0.0
+
+    def _rests(self) -> bool:
+        """Whether there is no look in this iteration; to be asked before each."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        return True
 
     def _look_was_vain(self) -> None:
         self._vain_looks += 1
@@ -199,7 +205,7 @@ class Speculation:
     async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
         self._propose_seconds = 0.0
-        if self._rest:
+        if self._rests():  # not if it was wanted, but nobody may have asked
             return
         self._live.update(dict.fromkeys(sequences))
         lengths = self._lengths(sequences)

@@ -35,8 +35,8 @@ from xylite.checkpoint import open_checkpoint
 from xylite.cli import settle
 from xylite.config import EngineConfig, ServerConfig
 from xylite.http import make_app
-from xylite.runtime import task_table
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.decomposition import Decomposition
 from xylite.runtime.request import Limits, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import StepResult
@@ -56,16 +56,8 @@ def host_seconds(num_seqs: int, iterations: int = 200) -> float:
     scheduler = Scheduler(
         KVBlocks(num_seqs * 70, 64), budget=512, max_num_seqs=num_seqs, max_queued=num_seqs
     )
-    tabulator = Tabulator(
-        num_seqs,
-        128,
-        64,
-        lambda table: (
-            task_table.build(
-                table, num_kv_heads=8, group=4, tile_classes=(16, 128), kv_tile=64, num_cores=24
-            ),
-        ),
-    )
+    tasks = Decomposition(num_kv_heads=8, group=4, tile_classes=(16, 128), kv_tile=64, num_cores=24)
+    tabulator = Tabulator(num_seqs, 128, 64, lambda table: (tasks(table),))
     for i in range(num_seqs):
         prompt = [rng.randrange(1000) for _ in range(rng.randint(50, 1500))]
         params = SamplingParams(max_tokens=3000, temperature=0.0)

@@ -26,6 +26,7 @@ HOST = (
     "runtime.masks",
     "runtime.token_table",
     "runtime.task_table",
+    "runtime.decomposition",
     "runtime.step",
     "runtime.stats",
     "runtime.drafters",

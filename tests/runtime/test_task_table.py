@@ -6,135 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.runtime.tables import (
+    all_tasks,
+    make_table,
+    random_table,
+    reads_every_key_once,
+    shared_blocks,
+)
 from xylite.runtime import task_table
-from xylite.runtime.step import MERGE_FIELDS, TASK_FIELDS, TaskTable, TokenTable
+from xylite.runtime.step import MERGE_FIELDS, TASK_FIELDS
 
-EMPTY = np.zeros(0, np.int32)
 FIELDS_OF_LOAD = ("kv_start", "kv_end", "load")
-
-
-def make_table(
-    past: list[int],
-    tokens: list[int],
-    trees: dict[int, list[int]] | None = None,
-    block_table: np.ndarray | None = None,
-) -> TokenTable:
-    """A token table with these chunks; `trees` gives the parents of a chunk's last tokens. They
-    share no blocks unless `block_table` says so."""
-    trees = trees or {}
-    n = np.array(tokens, np.int32)
-    kv_len = np.array(past, np.int32) + n
-    num_draft, bias_start = np.zeros(len(n), np.int32), np.full(len(n), -1, np.int32)
-    positions = [np.arange(p, p + k, dtype=np.int32) for p, k in zip(past, tokens, strict=True)]
-    masks, size = [], 0
-    for s, parents in trees.items():
-        d = len(parents)
-        mask, depth = np.eye(d, dtype=bool), np.zeros(d, np.int32)
-        for i, parent in enumerate(parents):
-            if parent >= 0:
-                mask[i] |= mask[parent]
-                depth[i] = depth[parent] + 1
-        num_draft[s], bias_start[s] = d, size
-        positions[s][-d:] = kv_len[s] - d + depth
-        masks.append(mask.ravel())
-        size += d * d
-    return TokenTable(
-        tokens=EMPTY,
-        positions=np.concatenate([*positions, EMPTY]),
-        slots=EMPTY,
-        seq_of=np.repeat(np.arange(len(n), dtype=np.int32), n),
-        carry=EMPTY,
-        q_start=np.concatenate([[0], np.cumsum(n)]).astype(np.int32),
-        kv_len=kv_len,
-        num_draft=num_draft,
-        bias_start=bias_start,
-        block_table=np.arange(len(n), dtype=np.int32)[:, None]
-        if block_table is None
-        else block_table,
-        tree_mask=np.concatenate([*masks, np.zeros(0, bool)]),
-        logit_rows=EMPTY,
-    )
-
-
-def shared_blocks(rng: np.random.Generator, past: list[int], kv_tile: int) -> np.ndarray:
-    """A block table in which some chunks have blocks of the one before, of these at times more
-    than either has keys."""
-    width = max(past) // kv_tile + 8
-    table = np.arange(len(past) * width, dtype=np.int32).reshape(-1, width)
-    for s in range(1, len(past)):
-        n = int(rng.choice([0, 2, width // 2, width, width]))
-        table[s, :n] = table[s - 1, :n]
-    return table
-
-
-def random_table(rng: np.random.Generator, kv_tile: int = 0) -> TokenTable:
-    """Some chunks of every kind; with `kv_tile`, some share blocks of so many keys."""
-    past, tokens, trees = [], [], {}
-    for s in range(int(rng.integers(1, 9))):
-        past.append(int(rng.choice([0, 1, 15, 16, 17, 31, 32, rng.integers(0, 400)])))
-        stage = rng.choice(["prefill", "decode", "chain", "tree", *["decode"] * bool(kv_tile)])
-        if stage == "prefill":
-            tokens.append(int(rng.choice([1, 15, 16, 17, rng.integers(1, 150)])))
-        elif stage == "decode":
-            tokens.append(1)
-        else:
-            draft = int(rng.integers(1, 12))
-            tokens.append(draft + int(rng.integers(1, 4)))
-            if stage == "tree":
-                trees[s] = [int(rng.integers(-1, i)) if i else -1 for i in range(draft)]
-    if kv_tile:
-        past = [int(p + rng.choice([0, 200, 200])) for p in past]
-    return make_table(past, tokens, trees, shared_blocks(rng, past, kv_tile) if kv_tile else None)
-
-
-def visible(table: TokenTable, seq: int, window: int) -> np.ndarray:
-    """[tokens, kv_len] which keys each token of a chunk sees, straight from the definitions."""
-    first, last = table.q_start[seq : seq + 2]
-    n, kv_len = int(last - first), int(table.kv_len[seq])
-    past = kv_len - n
-    key_position = np.concatenate([np.arange(past), table.positions[first:last]])
-    see = np.arange(kv_len) <= past + np.arange(n)[:, None]
-    if table.bias_start[seq] >= 0:
-        d = int(table.num_draft[seq])
-        mask = table.tree_mask[table.bias_start[seq] :][: d * d].reshape(d, d)
-        see[n - d :, kv_len - d :] = mask
-    if window:
-        see &= key_position > table.positions[first:last, None] - window
-    return see
-
-
-def all_tasks(table: TaskTable) -> list[dict[str, int]]:
-    return [
-        dict(zip(TASK_FIELDS, map(int, row), strict=True)) for c in table.classes for row in c.tasks
-    ]
-
-
-def reads_every_key_once(
-    table: TaskTable, tokens: TokenTable, heads: int, group: int, window: int, kv_tile: int
-) -> None:
-    """Assert that the tasks of each row read the keys it sees, once."""
-    sequences = range(len(tokens.kv_len))
-    chunk_rows = np.diff(tokens.q_start) * group
-    chunk_of = np.repeat(sequences, chunk_rows)
-    count = [np.zeros((heads, chunk_rows[s], tokens.kv_len[s]), int) for s in sequences]
-    for t in all_tasks(table):
-        for row in range(t["row"], t["row"] + t["num_rows"]):
-            s = chunk_of[row]
-            keys = slice(t["kv_start"], t["kv_end"])
-            count[s][t["head"], row - tokens.q_start[s] * group, keys] += 1
-            blocks = slice(t["kv_start"] // kv_tile, -(-t["kv_end"] // kv_tile))
-            mine, read = (tokens.block_table[i, blocks] for i in (s, t["seq"]))
-            assert np.array_equal(mine, read)
-        assert t["kv_start"] % kv_tile == 0 < t["kv_end"] - t["kv_start"]
-        assert t["row"] == tokens.q_start[t["seq"]] * group + t["q_row"]
-        assert t["past"] + chunk_rows[t["seq"]] // group == tokens.kv_len[t["seq"]]
-        of_many = t["q_row"] + t["num_rows"] > chunk_rows[t["seq"]]
-        assert t["tree"] == (tokens.bias_start[t["seq"]] >= 0 and not of_many)
-        assert not of_many or t["kv_end"] <= t["past"]
-    for s in sequences:
-        see = np.repeat(visible(tokens, s, window), group, axis=0)
-        assert np.all(count[s][:, see] == 1)
-        assert np.all(count[s] <= 1)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
@@ -206,60 +88,6 @@ def test_merges_name_every_row_of_the_partial_results_once(seed, monkeypatch):
             assert part <= at <= part + prefix["num_rows"] - m["num_rows"]
             read[at : at + m["num_rows"]] += 1
     assert np.all(read == 1)
-
-
-def agents(lengths: list[int], shared: list[int], tokens: list[int] | None = None) -> TokenTable:
-    """Decodes (or chunks of `tokens`) after `lengths` tokens, chunk i + 1 with the first shared[i]
-    blocks of chunk i; blocks of 64."""
-    table = np.arange(len(lengths) * 200, dtype=np.int32).reshape(-1, 200)
-    for i, n in enumerate(shared):
-        table[i + 1, :n] = table[i, :n]
-    return make_table(lengths, tokens or [1] * len(lengths), block_table=table)
-
-
-SHARING = {"num_kv_heads": 1, "group": 3, "tile_classes": (12, 96), "kv_tile": 64, "num_cores": 1}
-
-
-def shared_of(table: TaskTable) -> list[tuple[int, int, int]]:
-    """First chunk, rows and keys of the shared prefixes."""
-    return [(m[0], m[2], m[5]) for m in table.merges[table.parts[0] :].tolist()]
-
-
-def test_neighbours_with_a_common_prefix_read_it_in_tiles_of_all_their_rows():
-    table = task_table.build(agents([1030] * 6, [15] * 5), **SHARING)
-    assert shared_of(table) == [(0, 12, 512), (4, 6, 512)]
-    one = agents([1030] * 6, [15] * 5, [4] * 6)
-    assert shared_of(task_table.build(one, **SHARING)) == []  # their tiles are full
-
-
-def test_a_prefix_ends_before_the_tokens_of_everyone_and_at_a_multiple_of_its_cut():
-    for length, keys in ((511, 0), (512, 512), (1023, 512), (1024, 1024)):
-        got = shared_of(task_table.build(agents([2000, length], [20]), **SHARING))
-        assert got == ([(0, 6, keys)] if keys else [])
-    for blocks, keys in ((7, 0), (8, 512), (15, 512), (16, 1024)):
-        got = shared_of(task_table.build(agents([2000, 2000], [blocks]), **SHARING))
-        assert got == ([(0, 6, keys)] if keys else [])
-
-
-def test_a_block_that_differs_ends_the_prefix_whatever_follows():
-    tokens = agents([2000, 2000], [20])
-    tokens.block_table[1, 3] += 7000
-    assert shared_of(task_table.build(tokens, **SHARING)) == []
-
-
-def test_one_that_shares_little_joins_only_where_that_saves_keys():
-    long = task_table.build(agents([4096] * 3, [64, 8]), **SHARING)
-    assert shared_of(long) == [(0, 6, 4096)]
-    even = task_table.build(agents([4096] * 3, [64, 40]), **SHARING)
-    assert shared_of(even) == [(0, 9, 2560)]
-
-
-def test_without_a_common_prefix_the_table_is_as_if_there_was_none(monkeypatch):
-    tokens = agents([1030] * 5, [7] * 4)
-    table = task_table.build(tokens, **SHARING)
-    monkeypatch.setattr(task_table, "_share", lambda *args: 1 / 0)
-    alone = task_table.build(tokens, **SHARING, batch_invariant=True)
-    assert np.array_equal(table.classes[0].tasks, alone.classes[0].tasks)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -436,76 +264,3 @@ def test_the_table_in_the_readme_is_what_is_made():
     assert [x for x in shown.splitlines() if x][2:] == lines
     slowest = f"the slowest core here has {task_table.balance(table):.2f} times the mean"
     assert slowest in " ".join(readme.split())
-
-
-DECODES = {"num_kv_heads": 2, "group": 3, "tile_classes": (4, 64), "num_cores": 4}
-
-
-def arrays_of(table: TaskTable) -> list[list]:
-    lists = [x.tolist() for c in table.classes for x in (c.tasks, c.core_start)]
-    return [*lists, table.merges.tolist(), table.parts.tolist()]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_tasks_that_grow_with_their_sequences_read_every_key_once(seed):
-    rng = np.random.default_rng(seed)
-    past = rng.integers(0, 600, int(rng.integers(1, 9))).tolist()
-    decomposition = task_table.Decomposition(kv_tile=16, **DECODES)
-    for step in range(40):
-        tokens = make_table([n + step for n in past], [1] * len(past))
-        table = decomposition(tokens)
-        reads_every_key_once(table, tokens, heads=2, group=3, window=0, kv_tile=16)
-        for c in table.classes:
-            fields = dict(zip(TASK_FIELDS, c.tasks.T, strict=True))
-            load = c.tile_q * (fields["kv_end"] - fields["kv_start"])
-            assert fields["load"].tolist() == load.tolist()
-        built = task_table.build(tokens, kv_tile=16, **DECODES)
-        if step % 5 == 0:  # a quarter of a KV tile after the one before
-            assert arrays_of(table) == arrays_of(built)
-        assert len(table.merges) == 0 or table.parts[1] <= task_table.max_part_rows(
-            tile_classes=(4, 64), kv_tile=16, num_cores=4, num_rows=6 * len(past)
-        )
-
-
-def test_tasks_are_cut_anew_when_other_chunks_come():
-    decomposition = task_table.Decomposition(kv_tile=64, **DECODES)
-    for past, tokens in [
-        ([300, 90], [1, 1]),
-        ([301, 91], [1, 1]),  # these grow
-        ([302, 92], [1, 2]),
-        ([303, 94], [1, 1]),
-        ([304, 95, 7], [1, 1, 1]),
-        ([305, 96], [1, 1]),
-        ([307, 97], [1, 1]),
-        ([], []),
-        ([40], [1]),
-    ]:
-        made = make_table(past, tokens)
-        built = task_table.build(made, kv_tile=64, **DECODES)
-        assert arrays_of(decomposition(made)) == arrays_of(built)
-
-
-def test_tasks_of_shared_prefixes_grow_only_with_the_same_blocks():
-    settings = {**SHARING, "num_cores": 4}
-    decomposition = task_table.Decomposition(**settings)
-    growing = 0
-    for step in range(40):
-        # From step 10 on the last sequence is another one of the same length.
-        tokens = agents([1030 + step] * 3, [15, 15 if step < 10 else 3])
-        table = decomposition(tokens)
-        reads_every_key_once(table, tokens, heads=1, group=3, window=0, kv_tile=64)
-        assert shared_of(table) == [(0, 9 if step < 10 else 6, 512)]
-        ends = table.merges[: table.parts[0], MERGE_FIELDS.index("kv_end")]
-        assert np.all(ends == 1031 + step)
-        growing += decomposition._grown > 0
-    assert growing > 30
-
-
-@pytest.mark.parametrize("settings", [{"window": 100}, {"batch_invariant": True}])
-def test_tasks_of_windows_and_fixed_cuts_are_always_cut_anew(settings, monkeypatch):
-    monkeypatch.setattr(task_table, "INVARIANT_CUT", 64)
-    decomposition = task_table.Decomposition(kv_tile=64, **DECODES, **settings)
-    for step in range(70):
-        made = make_table([300 + step, 90 + step], [1, 1])
-        built = task_table.build(made, kv_tile=64, **DECODES, **settings)
-        assert arrays_of(decomposition(made)) == arrays_of(built)

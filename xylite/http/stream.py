@@ -106,8 +106,7 @@ class Delivery:
         self._limits = limits
         self._whole = whole
         self._tick_s = tick_s
-        self._num_open = len(streams) * n
-        self._open_of = [n] * len(streams)
+        self._num_open = [n] * len(streams)  # sequences, by prompt
         self._pending: dict[tuple[int, int], Pending] = {}
         self._started = self._closing = False
         self._failure: BaseException | None = None
@@ -126,7 +125,7 @@ class Delivery:
     @property
     def is_over(self) -> bool:
         """Whether every sequence has ended and every event was taken."""
-        return not self._num_open and not self._pending
+        return not any(self._num_open) and not self._pending
 
     async def batches(self) -> AsyncIterator[Batch]:
         """(prompt, event) of all that came since the last batch; [] after a while of silence.
@@ -167,7 +166,7 @@ class Delivery:
             while events := stream.take():
                 for event in events:
                     self._keep(prompt, event)
-            left = self._open_of[prompt]
+            left = self._num_open[prompt]
             if stream.is_over and left:
                 raise EngineError(f"the engine gave no end to {left} of {self._n} sequences")
         except Exception as e:  # noqa: BLE001 - raised again for whoever takes the batches
@@ -186,8 +185,7 @@ class Delivery:
         else:
             pending.add(event)
         if finish is not None:
-            self._open_of[prompt] -= 1
-            self._num_open -= 1
+            self._num_open[prompt] -= 1
 
     def _stopped_by_engine(self, event: TextEvent) -> XyliteError:
         """Why a sequence ended that neither its client nor the model ended."""
@@ -214,7 +212,7 @@ class Delivery:
             self._wake()
 
     def _is_ready(self) -> bool:
-        return bool(self._pending) and not (self._whole and self._num_open)
+        return bool(self._pending) and not (self._whole and any(self._num_open))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -20,8 +20,9 @@ from xylite.errors import ConfigError
 from xylite.models import layers, served, weights
 from xylite.models.spec import ModelSpec
 from xylite.ops import KVCache, Ops
-from xylite.runtime import speculation, task_table
+from xylite.runtime import speculation
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.decomposition import Decomposition
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
 from xylite.runtime.request import Limits
@@ -365,7 +366,7 @@ def _task_builder(
         classes = [c[-1:] for c in classes]
 
     kinds = [
-        task_table.Decomposition(
+        Decomposition(
             num_kv_heads=spec.num_kv_heads,
             group=spec.group,
             window=kind.window,

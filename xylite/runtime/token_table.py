@@ -121,7 +121,7 @@ class Tabulator:
             zero_blocks=np.array(plan.zero, np.int32),
             copy_src=np.fromiter((c.src for c in plan.copies), np.int32, len(plan.copies)),
             copy_dst=np.fromiter((c.dst for c in plan.copies), np.int32, len(plan.copies)),
-            reset=_state_reset(plan.admitted) if plan.admitted else _NO_RESET,
+            reset=_state_reset(plan.admitted),
             prompt_rows=prompt_rows,
             prompt_targets=prompt_targets,
             num_prompt_logprobs=num_prompt_logprobs,
@@ -171,7 +171,7 @@ class Tabulator:
             zero_blocks=np.array(plan.zero, np.int32),
             copy_src=_EMPTY,
             copy_dst=_EMPTY,
-            reset=_state_reset(plan.admitted) if plan.admitted else _NO_RESET,
+            reset=_state_reset(plan.admitted),
             prompt_rows=_EMPTY,
             prompt_targets=_EMPTY,
             num_prompt_logprobs=0,
@@ -428,6 +428,8 @@ def _trees(chunks: list[Chunk], q_start: I32, order: I32) -> tuple[I32, I32, np.
 
 def _state_reset(admitted: list[Sequence]) -> StateReset:
     penalised = [s for s in admitted if s.row >= 0 and has_penalty(s)]
+    if not penalised:
+        return _NO_RESET
     lengths = [len(s.tokens) for s in penalised]
     start = np.zeros(len(penalised) + 1, np.int32)
     np.cumsum(lengths, out=start[1:])

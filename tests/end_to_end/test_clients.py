@@ -10,6 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from tests.clients import close_openai_clients
 from tests.end_to_end.conftest import served
 from tests.end_to_end.smollm2 import ALPHA, ALPHA_TEXT, CHAT, CHAT_TEXT, NUM, NUM_TEXT
 from xylite.config import ServerConfig
@@ -230,13 +231,7 @@ async def litellm(monkeypatch):
 
     yield package
     await close_litellm_async_clients()
-    # The OpenAI clients that it keeps for later calls belong to an event loop that ends here; so do
-    # connections of clients that it dropped, which would be closed in the loop of a later test.
-    for kept in gc.get_objects():
-        if issubclass(type(kept), openai.AsyncOpenAI) and not kept.is_closed():
-            await kept.close()
-        elif issubclass(type(kept), openai.DefaultAsyncHttpxClient) and not kept.is_closed:
-            await kept.aclose()
+    await close_openai_clients()
     with warnings.catch_warnings():
         # LiteLLM drops some of its own sessions without closing them; none of ours are left here.
         warnings.simplefilter("ignore", ResourceWarning)

@@ -1,14 +1,22 @@
 """langchain-openai and litellm, unchanged."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from tests.clients import close_openai_clients
 from tests.http.conftest import Connect
 from tests.http.fake_engine import FakeEngine, paused, said
 
 # What these packages and theirs warn about is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+async def closing() -> AsyncIterator[None]:
+    yield
+    await close_openai_clients()
 
 
 async def test_langchain(connect: Connect) -> None:

@@ -151,7 +151,8 @@ class Speculation:
         self._after_plain = False
         self._worth = 0.0  # of the lengths last chosen: iterations saved, at most one
         self._vain_looks = 0  # in a row
-        self._rest = 0  # iterations until the next look
+        self._num_plain = 0  # iterations without drafts so far
+        self._next_look = 0  # after so many of them
         self._costs = StepCosts()
         self._forget_draft_costs()
         self._outcome = [YIELD_PRIOR, YIELD_PRIOR]  # draft tokens accepted, and expected to be
@@ -167,29 +168,28 @@ class Speculation:
     def wants_to_draft(self) -> bool:
         """Drafting would pay now, as far as the tokens known so far tell, or is likely to after the
         token that is being computed. To be asked once per iteration."""
-        if self._rests():
+        num_plain = self._num_plain + 1  # with the iteration that runs
+        if num_plain < self._next_look:
             return False
+        self._next_look = 0
         live = [s for s in self._live if s.row >= 0]
         drafts = any(self._lengths(live, num_unknown=1))
         self._note_onset()
         if drafts:
             return True
-        self._look_was_vain()
+        self._look_was_vain(num_plain)
+        if self._next_look:
+            return False
         # A draft that is missed is an iteration more for one sequence.
-        if self._rest or not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
+        if not any(s.finish is None and s.max_len - len(s.tokens) > 2 for s in live):
             return False
         return self._onset * self._costs.plain(len(live)) / len(live) > self._gap.value > 0.0
 
-    def _rests(self) -> bool:
-        """Whether there is no look in this iteration; to be asked before each."""
-        if not self._rest:
-            return False
-        self._rest -= 1
-        return True
-
-    def _look_was_vain(self) -> None:
+    def _look_was_vain(self, num_plain: int) -> None:
         self._vain_looks += 1
-        self._rest = min(max(self._vain_looks - VAIN_LOOKS, 0), MOST_REST)
+        rest = min(max(self._vain_looks - VAIN_LOOKS, 0), MOST_REST)
+        if rest:
+            self._next_look = num_plain + 1 + rest
 
     def _note_onset(self) -> None:
         self._onset += ONSET_RATE * (self._worth - self._onset)
@@ -205,7 +205,7 @@ class Speculation:
     async def propose(self, sequences: list[Sequence], on_device: OnDevice) -> None:
         """Set `draft` of those sequences for which one pays; on_device runs on its thread."""
         self._propose_seconds = 0.0
-        if self._rests():  # not if it was wanted, but nobody may have asked
+        if self._num_plain < self._next_look:
             return
         self._live.update(dict.fromkeys(sequences))
         lengths = self._lengths(sequences)
@@ -213,7 +213,7 @@ class Speculation:
             self._note_onset()
         wanted = [(s, n) for s, n in zip(sequences, lengths, strict=True) if n]
         if not wanted:
-            self._look_was_vain()
+            self._look_was_vain(self._num_plain)
             return
         if self._proposer.on_device:
             self._drafted.update(s for s, _ in wanted)
@@ -228,7 +228,7 @@ class Speculation:
             (s, d) for (s, _), d in zip(wanted, drafts, strict=True) if d and s.finish is None
         ]
         if not drafted:
-            self._look_was_vain()
+            self._look_was_vain(self._num_plain)
             return
         some, longest = [s for s, _ in drafted], max(len(d) for _, d in drafted)
         matches = np.array([self._proposer.match(s) for s in some])
@@ -306,6 +306,7 @@ class Speculation:
             self._gap.add(max(gap - self._propose_seconds, 0.0))
             self._steps_without = 0
         else:
+            self._num_plain += 1
             self._steps_without += 1
             self._outcome = [x + 0.02 * (YIELD_PRIOR - x) for x in self._outcome]
             if self._steps_without >= FRESH_STEPS:
@@ -331,8 +332,8 @@ class Speculation:
         self._chances.verified(sequences, matches, np.array(num_accepted), np.array(num_tried))
         if any(num_accepted):
             self._vain_looks = 0
-        else:
-            self._look_was_vain()
+        else:  # the next iteration is not planned ahead anyway, and is no rest
+            self._look_was_vain(self._num_plain + 1)
         accepted, expected = self._outcome
         for (_, hoped), num in zip(offered, num_accepted, strict=True):
             accepted = YIELD_MEMORY * accepted + num

@@ -22,6 +22,7 @@ HOST = (
     "runtime.commit",
     "runtime.logprobs",
     "runtime.trials",
+    "runtime.budgets",
     "runtime.scheduler",
     "runtime.masks",
     "runtime.token_table",

@@ -116,6 +116,7 @@ class TextEngine:
             async_scheduling=self.config.async_scheduling,
             watchdog_s=self.config.watchdog_timeout,
             drafter=parts.drafter,
+            budgets=parts.budgets,
             chores=parts.chores,
             observers=self.observers,
             dead=self.dead,

@@ -263,3 +263,25 @@ def test_what_a_tuner_keeps_is_what_the_next_table_uses(tmp_path: Path) -> None:
     tuner.keep(mine, (32, 63), None)
     tuner.keep(mine, (64, 127), None)
     assert tuning.load(path) == HELD
+
+
+@pytest.mark.parametrize("faster", [tuning.K_BF16, tuning.K_BF16_DOT])
+@pytest.mark.parametrize("calls", [15, 30, 45])
+def test_what_disturbs_the_first_start_for_a_moment_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, faster: int, calls: int
+) -> None:
+    """Whichever kernel ran first is not at a disadvantage for it."""
+
+    class Disturbed(Timed):
+        def __init__(self) -> None:
+            super().__init__({})
+            self.count = 0
+
+        def linear(self, kind: int, *args: Any) -> None:
+            self.count += 1
+            self.now += (1.0 if kind == faster else 1.5) * (2.0 if self.count <= calls else 1.0)
+
+    kernels = Disturbed()
+    monkeypatch.setattr(tuning, "time", kernels)
+    dot = tuning.dot_is_faster(kernels)  # pyright: ignore[reportArgumentType]
+    assert dot == (faster == tuning.K_BF16_DOT)

@@ -10,6 +10,7 @@ from xylite.checkpoint import open_checkpoint
 from xylite.config import EngineConfig
 from xylite.errors import ConfigError
 from xylite.models import layers, weights
+from xylite.runtime.budgets import Pace
 from xylite.runtime.build import build
 from xylite.runtime.token_table import Tabulator
 from xylite.runtime.trial_runs import TrialRuns
@@ -140,7 +141,7 @@ def test_more_kv_than_the_machine_can_hold_is_refused_by_name(tmp_path, name, va
 def test_budgets_follow_the_device_where_they_are_not_set(
     budget, target, made, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(TrialRuns, "_pace", lambda _: lambda s: int(s * 1e4) // 16 * 16)
+    monkeypatch.setattr(TrialRuns, "_pace", lambda _: Pace(0.0, 1e-4, 64))
     built = parts(tmp_path, max_num_batched_tokens=budget, target_itl_ms=target)
     assert (built.scheduler.budget, built.scheduler.mixed_budget) == made[:2]
     assert (built.config.max_num_batched_tokens, built.config.target_itl_ms) == (made[0], made[2])
@@ -171,7 +172,10 @@ def test_the_measured_pace_stays_within_the_bounds_of_a_budget(seconds, tmp_path
     built = parts(tmp_path, num_blocks=64)
     trial = TrialRuns(built.executor, Tabulator(8, 64, 16), built.limits, 16)
     monkeypatch.setattr(TrialRuns, "_seconds", lambda self, n: n * 1e-4)
-    assert trial._pace()(seconds) == min(max(int(min(seconds, 1e6) * 1e4), 64), 8192) // 16 * 16
+    assert (
+        trial._pace().tokens_in(seconds)
+        == min(max(int(min(seconds, 1e6) * 1e4), 64), 8192) // 16 * 16
+    )
 
 
 @pytest.mark.parametrize(

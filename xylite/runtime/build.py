@@ -22,6 +22,7 @@ from xylite.models.spec import ModelSpec
 from xylite.ops import KVCache, Ops
 from xylite.runtime import speculation
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.budgets import Budgets
 from xylite.runtime.decomposition import Decomposition
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
@@ -43,6 +44,7 @@ class Parts:
 
     config   every "auto" filled in
     drafter  if speculative_config names one
+    budgets  which the scheduler has, and which may change with what iterations take
     chores   what the device thread may do while there is nothing to run
     """
 
@@ -53,6 +55,7 @@ class Parts:
     limits: Limits
     num_words: int
     drafter: speculation.Speculation | None
+    budgets: Budgets
     chores: Iterator[None]
 
 
@@ -116,7 +119,7 @@ def build(
     )
     trial = TrialRuns(executor, tabulator, limits, block_size)
     trial.warm_up()
-    budget, mixed_budget, target_itl_ms = trial.budgets(config)
+    budgets, target_itl_ms = trial.budgets(config)
     queued = config.max_num_queued_reqs
     resolved = msgspec.structs.replace(
         config,
@@ -126,7 +129,7 @@ def build(
         num_blocks=num_blocks,
         kv_cache_memory_bytes=num_blocks * layers.kv_block_bytes(spec, block_size, kv_dtype),
         max_model_len=max_len,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=budgets.full,
         target_itl_ms=target_itl_ms,
         max_num_queued_reqs=max(4 * config.max_num_seqs, MIN_QUEUE) if queued is None else queued,
         num_threads=config.num_threads or torch.get_num_threads(),
@@ -134,11 +137,11 @@ def build(
     _say_what_was_chosen(config, resolved)
     scheduler = Scheduler(
         KVBlocks(num_blocks, block_size, reuse=config.enable_prefix_caching),
-        budget=budget,
+        budget=budgets.full,
         max_num_seqs=config.max_num_seqs,
         max_queued=resolved.max_num_queued_reqs or 0,
         max_draft=(drafting.num_speculative_tokens or 0) if drafting else 0,
-        mixed_budget=mixed_budget,
+        mixed_budget=budgets.mixed,
     )
     drafter = parts = None
     if drafting is not None:
@@ -154,6 +157,7 @@ def build(
         limits,
         -(-vocab_size // 32),
         drafter,
+        budgets,
         itertools.chain(_kv_taken(config, caches), trial.rehearsals(), host_memory.given_back()),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from xylite.errors import Closed, EngineError, Overloaded
+from xylite.runtime.budgets import Budgets
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
 from xylite.runtime.masks import fill_masks
@@ -60,6 +61,7 @@ class Engine:
     state      "ready", "draining", "closed" or "dead"
     observers  told about every ended request
     dead       set when the state becomes "dead"
+    budgets    learn from what iterations take; None = those of the scheduler stay
     chores     short pieces of work for the device thread while there is nothing to run
     tickets    the requests that have not ended
     """
@@ -77,6 +79,7 @@ class Engine:
         drafter: Drafter | None = None,
         observers: list[Observer] | None = None,
         dead: asyncio.Event | None = None,
+        budgets: Budgets | None = None,
         chores: Iterator[None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -91,6 +94,7 @@ class Engine:
         self._async_scheduling = async_scheduling
         self._watchdog_s = watchdog_s
         self._drafter = drafter
+        self._budgets = budgets
         self._chores = chores
         self._clock = clock
         self._wake = asyncio.Event()
@@ -309,6 +313,15 @@ class Engine:
         known = self._durations.get(key, seconds)
         # A quick fall and a slow rise: planning too early costs less than an idle device.
         self._durations[key] = min(seconds, known + 0.1 * (seconds - known))
+        budgets = self._budgets
+        if budgets is not None and budgets.observe(flight.plan.num_tokens, seconds):
+            self.scheduler.set_budgets(budgets.full, budgets.mixed)
+            _log.info(
+                "iterations are faster than at the start: of %d tokens from now on, %d beside "
+                "decodes",
+                self.scheduler.budget,
+                self.scheduler.mixed_budget,
+            )
         return result
 
     async def _commit_failure(

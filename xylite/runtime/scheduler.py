@@ -51,10 +51,14 @@ class Scheduler(Queues):
         mixed_budget: int | None = None,
     ):
         super().__init__(blocks, max_num_seqs=max_num_seqs, max_queued=max_queued)
-        self.budget = budget
+        self.set_budgets(budget, mixed_budget)
         self.max_draft = max_draft
-        self.mixed_budget = budget if mixed_budget is None else min(mixed_budget, budget)
         self._number = 0
+
+    def set_budgets(self, budget: int, mixed_budget: int | None) -> None:
+        """For the plans from now on."""
+        self.budget = budget
+        self.mixed_budget = budget if mixed_budget is None else min(mixed_budget, budget)
 
     @staticmethod
     def _rank(seq: Sequence, now: float) -> tuple[int, float, int]:

@@ -4,7 +4,7 @@ how many tokens the device computes in a given time."""
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +12,14 @@ from tqdm import tqdm
 
 from xylite.config import EngineConfig
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.budgets import MIN_BUDGET, Budgets, Pace
 from xylite.runtime.executor import Executor
 from xylite.runtime.request import Limits, Request, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import Step
 from xylite.runtime.token_table import Tabulator
 
-TARGET_STEP_S = 0.1
 TARGET_ITL_MS = 40.0
-# Of target_itl_ms: the rest goes to what decodes need besides their tokens (logits, long KV) and to
-# the event loop, where it shares the cores.
-MIXED_SHARE = 0.65
-MIN_BUDGET, MAX_BUDGET = 64, 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,34 +50,24 @@ class TrialRuns:
         longest = min(self.limits.max_kv_tokens, self.limits.max_model_len)
         return [n for n in sizes if n <= longest]
 
-    def budgets(self, config: EngineConfig) -> tuple[int, int | None, float]:
-        """(budget, mixed_budget) of the scheduler and target_itl_ms: as set, or as measured."""
+    def budgets(self, config: EngineConfig) -> tuple[Budgets, float]:
+        """The scheduler's budgets and target_itl_ms: as set, or as measured."""
         budget, target_ms = config.max_num_batched_tokens, config.target_itl_ms
         if target_ms is None:
             target_ms = TARGET_ITL_MS if budget is None else 0.0
-        mixed = None
-        if budget is None or target_ms:
-            tokens_in = self._pace()
-            budget = budget or tokens_in(TARGET_STEP_S)
-            mixed = tokens_in(MIXED_SHARE * target_ms / 1000) if target_ms else None
-        return budget, mixed, target_ms
+        pace = self._pace() if budget is None or target_ms else None
+        return Budgets(budget, target_ms, pace), target_ms
 
-    def _pace(self) -> Callable[[float], int]:
-        """Gives the tokens that the device computes in some seconds, from prefills of two
-        lengths."""
+    def _pace(self) -> Pace | None:
+        """From prefills of two lengths; None if the cache has no room for them."""
         longest = min(256, self.limits.max_kv_tokens, self.limits.max_model_len)
         if longest < MIN_BUDGET:
-            return lambda seconds: MIN_BUDGET
+            return None
         short, long = longest // 4, longest
         measured = {n: self._seconds(n) for n in (short, long)}
         per_token = max((measured[long] - measured[short]) / (long - short), 1e-7)
         fixed = max(measured[short] - short * per_token, 0.0)
-
-        def tokens_in(seconds: float) -> int:
-            budget = min(max((seconds - fixed) / per_token, MIN_BUDGET), MAX_BUDGET)
-            return int(budget) // 16 * 16
-
-        return tokens_in
+        return Pace(fixed, per_token, short)
 
     def _seconds(self, n: int, attempts: int = 4) -> float:
         """Fastest of some prefills of n tokens, on blocks that are cleared afterwards."""

@@ -315,3 +315,6 @@ async def test_minus_one_truncates_a_chat_beside_the_tokens_asked_for(
     body = {"messages": messages, "truncate_prompt_tokens": -1, "max_tokens": 1, name: 5}
     assert (await client.post(CHAT, json=body)).status == 200
     assert len(engine.calls[-1].ids) == 15
+    body = {"messages": messages, "truncate_prompt_tokens": -1}
+    assert (await client.post(CHAT, json=body)).status == 200
+    assert len(engine.calls[-1].ids) == 4

@@ -8,7 +8,7 @@ import pytest
 
 from tests.http.conftest import Connect
 from tests.http.fake_engine import Call, FakeEngine, Item, logprob, paused, said
-from tests.http.wire import TEXT, error_of, masked, stream_of
+from tests.http.wire import CHAT, TEXT, error_of, masked, stream_of
 from xylite.errors import Overloaded
 from xylite.text_engine import TextEvent
 
@@ -227,8 +227,8 @@ async def test_prompts_can_be_truncated_on_request(connect: Connect) -> None:
         ({"max_tokens": 5}, 15),
         ({"max_tokens": 5.0, "truncation_side": "right"}, 15),
         ({"max_tokens": 0, "echo": True}, 20),
-        ({}, 19),  # room for one token, and the answer ends there
-        ({"max_tokens": None}, 19),
+        ({}, 4),  # room for the answer of a completion that asks for no number
+        ({"max_tokens": None}, 4),
     ],
 )
 async def test_minus_one_truncates_to_what_the_context_holds_beside_the_answer(
@@ -241,6 +241,20 @@ async def test_minus_one_truncates_to_what_the_context_holds_beside_the_answer(
     assert (await client.post(TEXT, json=body)).status == 200
     cut = text[:kept] if "truncation_side" in more else text[-kept:]
     assert engine.calls[-1].ids == tuple(map(ord, cut))
+
+
+@pytest.mark.parametrize(("default", "kept"), [(3, 17), (16, 4), (500, 4)])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_minus_one_leaves_room_for_the_models_default_answer_but_not_for_a_long_one(
+    connect: Connect, path: str, default: int, kept: int
+) -> None:
+    engine = FakeEngine(max_model_len=20)
+    engine.sampling_defaults = {"default_max_tokens": default}
+    client = await connect(engine)
+    text = "a" * 30
+    asked = {"prompt": text} if path == TEXT else {"messages": [{"role": "user", "content": text}]}
+    assert (await client.post(path, json={**asked, "truncate_prompt_tokens": -1})).status == 200
+    assert len(engine.calls[-1].ids) == kept
 
 
 async def test_truncation_makes_no_room_for_an_answer_longer_than_the_context(

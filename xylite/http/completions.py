@@ -12,6 +12,7 @@ from xylite.http.body import read_json
 from xylite.http.generate import Answer, Prompt, Usage, answer_with, submit
 from xylite.http.logprobs import CompletionLogprobs, prompt_entries
 from xylite.http.params import (
+    DEFAULT_MAX_TOKENS,
     banned_tokens,
     check_num_sequences,
     check_streaming,
@@ -33,7 +34,6 @@ from xylite.runtime.request import SamplingParams, check_params
 from xylite.text_engine import Pending, TextEvent, TextLogprob, TextStream
 
 MAX_PROMPTS = 1024
-DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's, for this endpoint
 
 _encode = msgspec.json.Encoder().encode
 

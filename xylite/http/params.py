@@ -12,6 +12,7 @@ from xylite.http.service import Service
 from xylite.runtime.request import SamplingParams
 from xylite.text_engine import TextEngine
 
+DEFAULT_MAX_TOKENS = 16  # of completions: OpenAI's and vLLM's
 MAX_SEQUENCES = 1024
 MAX_BAD_WORDS = 256
 MAX_CACHE_SALT = 128
@@ -151,7 +152,9 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
     """The prompt cut to truncate_prompt_tokens, if that is asked for.
 
     -1 = to what the context holds beside the tokens that the request asks for: the number under
-    `prompt.limit_name`, already checked, or one where it is not given.
+    `prompt.limit_name`, already checked. Where it is not given, as many as completions are by
+    default, or the model's default if that is less: chats and models may go on to any length, but
+    the prompt shall not be cut for what may never be written.
     """
     side = asked.truncation_side or "left"
     if side not in ("left", "right"):
@@ -164,8 +167,11 @@ async def truncated(service: Service, asked: GenerationFields, prompt: Prompt) -
     longest = service.engine.limits.max_model_len
     if keep == -1:
         wanted = whole(prompt.limit_name, getattr(asked, prompt.limit_name))
+        if wanted is None:
+            default = service.engine.sampling_defaults.get("default_max_tokens", DEFAULT_MAX_TOKENS)
+            wanted = min(default, DEFAULT_MAX_TOKENS)
         # If there is no room for them at all, that is what the error says.
-        keep = max(1, longest - (1 if wanted is None else wanted))
+        keep = max(1, longest - wanted)
     if not 1 <= keep <= longest:
         raise RequestError(
             f"truncate_prompt_tokens must be -1 or in [1, {longest}], got {keep}",

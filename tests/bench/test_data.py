@@ -13,6 +13,7 @@ from xylite.bench.data import (
     Item,
     arrivals,
     as_text,
+    backwards,
     cut,
     random_items,
     read_trace,
@@ -175,6 +176,23 @@ def test_a_chat_gets_as_many_words_as_ids():
 
 ITEMS = [Item((1,), 1, float(t)) for t in (0, 1, 2, 8)]
 NO_TIMES = [Item((1,), 1)] * 4000
+
+
+def test_an_item_backwards_is_as_long_and_begins_in_another_way():
+    assert backwards(Item((1, 2, 3), 5, 0.5)) == Item((3, 2, 1), 5, 0.5)
+    assert backwards(Item("one two\nthree", 5)).prompt == "three two one"
+    assert backwards(Item("\u4e00\u4e8c", 5)).prompt == "\u4e8c\u4e00"
+    picture = {"type": "image_url", "image_url": {"url": "text of no kind"}}
+    chat = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": None, "name": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "what is this"}, picture]},
+    )
+    assert backwards(Item("what is this", 5, None, chat)).messages == (
+        {"role": "system", "content": "brief. Be"},
+        {"role": "assistant", "content": None, "name": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "this is what"}, picture]},
+    )
 
 
 def test_recorded_times_are_replayed_at_the_asked_speed():

@@ -128,17 +128,28 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failure(start: Start, cap
     assert "it broke" in capsys.readouterr().err
 
 
-async def test_as_many_warmups_are_sent_as_asked_for(start: Start):
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+async def test_as_many_warmups_are_sent_as_asked_for_with_prompts_that_are_not_measured(
+    start: Start, backend: str
+):
     engine = FakeEngine(speaking)
     config = BenchConfig(
         port=await start(app(engine)),
+        backend=backend,
         num_prompts=2,
-        random_input_len=5,
+        random_input_len=20,
+        random_prefix_len=20,
         random_output_len=2,
         num_warmups=5,
     )
     assert await run(config) == 0
-    assert len(engine.calls) == 5 + 2
+    prompts: list[Any] = [call.ids for call in engine.calls]
+    if backend == "openai-chat":
+        prompts = [asked["messages"][0]["content"] for asked in engine.renders]
+    assert len(prompts) == 5 + 2
+    warm, measured = prompts[:5], prompts[5:]
+    assert {len(p) for p in warm} == {len(p) for p in measured}
+    assert {p[0] for p in warm}.isdisjoint(p[0] for p in measured)
 
 
 async def test_numbers_are_shown_although_the_result_cannot_be_written(

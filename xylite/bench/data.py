@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from xylite.errors import ConfigError, file_reason
 
@@ -173,6 +173,29 @@ def as_text(item: Item, rng: random.Random) -> Item:
     if isinstance(item.prompt, str):
         return item
     return replace(item, prompt=" ".join(rng.choices(_WORDS.split(), k=len(item.prompt))))
+
+
+def backwards(item: Item) -> Item:
+    """The item with its prompt read backwards: as long, and with another beginning. Texts keep
+    their words, and are of as many tokens or nearly so."""
+    if not isinstance(item.prompt, str):
+        return replace(item, prompt=item.prompt[::-1])
+    messages = tuple({**m, "content": _backwards(m.get("content"))} for m in item.messages)
+    return replace(item, prompt=_backwards(item.prompt), messages=messages)
+
+
+def _backwards(content: Any) -> Any:
+    """A text, or the texts among a message's parts, with the words in reverse."""
+    if isinstance(content, str):
+        words = content.split()
+        # Not all languages have blanks between words.
+        return " ".join(words[::-1]) if len(words) > 1 else content[::-1]
+    if isinstance(content, list):
+        return [_backwards(part) for part in cast(list[Any], content)]
+    if isinstance(content, dict) and "text" in content:
+        part = cast(dict[str, Any], content)
+        return {**part, "text": _backwards(part["text"])}
+    return content
 
 
 def arrivals(

@@ -25,6 +25,7 @@ from xylite.bench.data import (
     Item,
     arrivals,
     as_text,
+    backwards,
     cut,
     random_items,
     read_trace,
@@ -116,8 +117,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_warmups: Annotated[
         Natural,
         about(
-            "Requests sent one by one before the clock starts, the first of the data; their "
-            "prompts are in the server's prefix cache then.",
+            "Requests sent one by one before the clock starts: the first of the data with prompts "
+            "read backwards, so that those of the data are in no cache.",
             "load",
         ),
     ] = 0
@@ -182,7 +183,7 @@ async def run(config: BenchConfig) -> int:
             keep_text=config.save_detailed,
         )
         for item in islice(cycle(items), config.num_warmups):
-            await send(session, target, item)
+            await send(session, target, backwards(item))
         before = await drafts.fetch(session, base, headers)
         started = time.perf_counter()
         outcomes = await _send_all(session, target, items, times, config.max_concurrency)

@@ -8,10 +8,12 @@ import random
 import pytest
 
 from tests.runtime.test_engine import ask, read, toy_engine
-from tests.toy import SumConstraint, ToyDrafter, expected_tokens
+from tests.toy import SumConstraint, ToyDrafter, expected_tokens, toy_request
 from xylite.config import speculative
 from xylite.runtime import speculation
 from xylite.runtime.drafters import ngram, suffix
+from xylite.runtime.event_queue import TokenQueue
+from xylite.runtime.request import SamplingParams
 
 
 def even_clock():
@@ -156,6 +158,32 @@ async def test_aborts_while_a_draft_is_made_leave_nothing_behind():
         assert not tickets
         blocks = engine.scheduler.blocks
         assert not engine.scheduler.running and blocks.num_free == blocks.num_blocks
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+async def test_a_request_that_leaves_right_after_its_token_is_forgotten_for_good(method):
+    drafter = make({"method": method}, even_clock())
+
+    class Leaving(TokenQueue):
+        """Its reader leaves in the next turn of the event loop after the third token."""
+
+        ticket = None
+        num = 0
+
+        def put(self, event):
+            self.num += len(event.tokens)
+            if self.num >= 3:
+                asyncio.get_running_loop().call_soon(self.ticket.cancel)
+            return super().put(event)
+
+    async with toy_engine(drafter=drafter, async_scheduling=False) as (engine, _):
+        for i in range(5):
+            queue = Leaving(1)
+            params = SamplingParams(max_tokens=50, ignore_eos=True)
+            queue.ticket = engine.submit(toy_request(f"r{i}", [1, 2, 3], params), queue)
+            await engine._idle.wait()
+            assert 3 <= queue.num < 50
+        assert not drafter._live and not len(drafter._chances) and not drafter._proposer._tracks
 
 
 @pytest.mark.parametrize("module", [ngram, suffix])

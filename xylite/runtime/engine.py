@@ -386,10 +386,10 @@ class Engine:
             if following is None:
                 running = self.scheduler.running
                 ready = [s for s in running if s.remaining == 1 and s.finish is None]
-                proposal = drafter.propose(
-                    ready, lambda work: loop.run_in_executor(self._device_thread, work)
-                )
-                await asyncio.wait_for(proposal, self._watchdog_s)
+                async with asyncio.timeout(self._watchdog_s):
+                    await drafter.propose(
+                        ready, lambda work: loop.run_in_executor(self._device_thread, work)
+                    )
         except Exception:  # noqa: BLE001 - a plug-in's fault is not the requests' fault
             self._switch_drafting_off()
 

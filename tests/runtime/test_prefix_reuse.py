@@ -121,6 +121,18 @@ def test_failed_iteration_removes_what_it_promised_and_requeues_those_who_built_
     assert driver.tokens("later") == expected_tokens(later)
 
 
+def test_who_got_a_row_but_no_tokens_in_a_failed_iteration_gets_it_again():
+    driver = Driver(budget=4, block_size=4, max_num_seqs=2)
+    ask(driver, "before", list(range(4)), 1)
+    driver.run()
+    fails, other = (ask(driver, f"{i}", [*range(10), i], 5, presence_penalty=1.0) for i in (1, 2))
+    plan, _ = driver.plan()
+    assert chunks(plan) == [(fails.id, 4, 4)] and len(plan.admitted) == 2
+    driver.scheduler.fail(plan, RuntimeError("before the rows were set up on the device"))
+    driver.run()
+    assert driver.tokens(other.id) == expected_tokens(other)
+
+
 def test_values_that_are_not_finite_stay_out_of_the_tree_if_their_client_has_left():
     driver = Driver()
     driver.executor.corrupt = {(0, 0)}

@@ -160,6 +160,8 @@ def fail(
                 affected[id(chunk.seq)] = chunk.seq
         for user in queues.blocks.users_of(queues.blocks.pending_of(p.number), queues.running):
             affected[id(user)] = user
+        # Who got a row but no chunk: the device may not have set the row up.
+        affected.update((id(seq), seq) for seq in p.admitted)
     for seq in affected.values():
         if seq.finish is not None:
             seq.poisoned = True

@@ -137,6 +137,15 @@ def test_blocks_and_rows_come_back_and_stay_whole():
     drafter.blocks.check([])
 
 
+def test_a_sequence_that_ends_before_the_device_thread_drafts_for_it_leaves_nothing():
+    drafter = make(0)
+    gone, other = run_sequence([1, 2, 3]), run_sequence([4, 5, 6])
+    drafter.forget(gone)
+    (none, draft) = drafter.propose([(gone, 2), (other, 2)])
+    assert none is None and len(draft) == 2
+    assert list(drafter._shadows) == [other] and len(drafter._rows) == 7
+
+
 def test_nothing_is_drafted_beyond_the_draft_models_context():
     drafter = make(0)
     seq = run_sequence(list(range(50)) * 2 + [1] * 26)

@@ -23,6 +23,7 @@ differences add up; Gumbel noise of (seed, token index, id) would keep the answe
 """
 
 import dataclasses
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +106,7 @@ class DraftModel:
         self._number = 0
         self._call = 0
         self._admitted: list[Sequence] = []
-        self._ended: list[Sequence] = []
+        self._ended: deque[Sequence] = deque()
 
     def begin_iteration(self) -> None:
         """Nothing is learnt on the event loop."""
@@ -121,9 +122,6 @@ class DraftModel:
         self._ended.append(seq)
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[Draft | None]:
-        ended, self._ended = self._ended, []
-        for seq in ended:
-            self._release(seq)
         self._call += 1
         for target, _ in wanted:
             shadow = self._shadows.get(target)
@@ -131,7 +129,9 @@ class DraftModel:
                 shadow = self._shadows[target] = _Shadow(target)
             shadow.sync(target)
             shadow.used = self._call
-        drafting = self._catch_up(wanted)
+        while self._ended:  # not before: one may be among those wanted
+            self._release(self._ended.popleft())
+        drafting = self._catch_up([(t, n) for t, n in wanted if t in self._shadows])
         for depth in range(1, max((n for _, n in drafting), default=0)):
             going = [s for s, n in drafting if n > depth and not self._ends(s)]
             if not going:

@@ -19,14 +19,16 @@ import pytest
 import xylite
 from tests.http.fake_engine import FakeEngine
 from tests.served import servers
-from xylite import cli
+from xylite import cli, console
 from xylite.config import DRAFT_TOKENS, EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parent.parent
 
 # The command with a scripted engine in place of the model.
 FAKE = """
+import asyncio
 import sys
+import threading
 from tests.http.fake_engine import FakeEngine
 from xylite import cli, text_engine
 
@@ -38,6 +40,9 @@ class Engine(FakeEngine):
         super().__init__()
         self.config = config
     async def __aenter__(self):
+        if self.config.model == "slow":
+            print("loading", file=sys.stderr)
+            await asyncio.to_thread(threading.Event().wait)
         return self
     async def __aexit__(self, *exc):
         print("engine closed", file=sys.stderr)
@@ -183,6 +188,54 @@ async def test_serve_says_what_runs_where_and_its_curl_line_works(served: Callab
     assert await server.end() == 0
     assert "engine closed" in server.log
     assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_the_process_while_it_loads(
+    served: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, number: int
+):
+    socket = tmp_path_factory.mktemp("uds") / "s"  # a socket's path must be short
+    server = await served("slow", "--uds", str(socket))
+    await server.until("loading\n")
+    assert socket.is_socket()
+    server.process.send_signal(number)
+    assert await server.end() == 128 + number
+    assert server.log.endswith(" INFO xylite: stopped while loading\n")
+    assert list(socket.parent.iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_is_ignored_while_it_loads_too():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with console.signals_end_loading():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_complete_that_loads_is_left_at_once():
+    child = subprocess.Popen(
+        fake("complete", "slow", "text"), stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    with child:
+        assert child.stderr is not None and child.stderr.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        try:
+            assert child.wait(timeout=60) == 130
+        finally:
+            child.kill()
+
+
+def test_complete_wants_a_prompt_before_it_loads():
+    for words, said in (([], "standard input is empty"), ([""], "PROMPT is empty")):
+        child = subprocess.run(
+            fake("complete", "slow", *words), input="", capture_output=True, text=True, cwd=ROOT
+        )
+        assert (child.returncode, child.stdout) == (2, "")
+        assert child.stderr.startswith(f"xylite complete: error: {said}")
 
 
 async def test_a_port_in_use_is_found_before_the_model_is_loaded(served: Callable[..., Any]):

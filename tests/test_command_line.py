@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from xylite.command_line import human_bytes, human_int, parse
-from xylite.config import EngineConfig, ServerConfig, about, speculative
+from xylite.config import EngineConfig, ServerConfig, about, checked, speculative
 from xylite.errors import ConfigError
 from xylite.flags import ALIASES, Command, help_text, markdown_table, settings
 
@@ -94,7 +94,7 @@ def test_a_list_does_not_swallow_the_model_that_is_still_to_come():
     [
         (["--limt", "1"], "unknown flag --limt; did you mean --limit?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; --help lists all"),
-        (["-x"], "unknown flag -x"),
+        (["-x"], "unknown flag -x; --help lists all"),
         (["--limit"], "--limit needs a value"),
         (["--limit", "--fast"], "--limit needs a value"),
         (["--limit", "0"], "--limit: expected a whole number of at least 1, got '0'"),
@@ -119,6 +119,8 @@ def test_a_list_does_not_swallow_the_model_that_is_still_to_come():
         (["--levels", " ,"], "--levels needs a value"),
         (["--limit="], "--limit needs a value"),
         (["m", "p", "q"], "'q' is one argument too many"),
+        (["", "p"], "MODEL is empty"),
+        (["m", ""], "PROMPT is empty"),
         (["--trust-remote-code"], "--trust-remote-code: xylite never runs code"),
     ],
 )
@@ -368,3 +370,27 @@ def test_blanks_are_a_text_and_no_other_value(blank: str):
 @pytest.mark.parametrize("words", [("--config", ""), ("--config=",), ("--config", " ")])
 def test_a_config_file_without_a_name_is_a_mistake(words: tuple[str, ...]):
     assert refusal(*words) == "--config needs a value"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (EngineConfig(max_model_len=0), "max_model_len: expected int >= 1, got 0"),
+        (EngineConfig(dtype="int3"), "dtype: invalid enum value 'int3'"),  # pyright: ignore
+        (EngineConfig(max_num_seqs="3"), "max_num_seqs: expected int, got str"),  # pyright: ignore
+        (EngineConfig(override_generation_config={1: 2}), "override_generation_config: "),  # pyright: ignore
+        (EngineConfig(seed=object()), "<object object at "),  # pyright: ignore
+        # Never with the value: it may be a key.
+        (ServerConfig(api_key="secret"), "api_key: expected array, got str"),  # pyright: ignore
+    ],
+)
+def test_a_wrong_setting_of_a_library_is_named_with_limit_and_value(config: Any, said: str):
+    with pytest.raises(ConfigError) as e:
+        checked(config)
+    assert e.value.message.startswith(said)
+    assert "secret" not in e.value.message
+
+
+def test_a_path_is_as_good_as_its_text(tmp_path: Path):
+    config = EngineConfig(model=tmp_path, tokenizer=tmp_path / "t")  # pyright: ignore
+    assert checked(config) == EngineConfig(model=str(tmp_path), tokenizer=str(tmp_path / "t"))

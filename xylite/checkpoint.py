@@ -65,6 +65,8 @@ def open_checkpoint(
     with_weights   False: tensor files need not exist (random weights)
     raises         ConfigError naming the file, and the key or tensor, that cannot be used
     """
+    if not path:  # as a path that would be the directory we are in
+        raise ConfigError("model is empty", param="model")
     found = _demo() if path == DEMO else Path(path)
     if not found.exists():
         raise ConfigError(

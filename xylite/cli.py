@@ -1,6 +1,7 @@
 """The `xylite` command: serve a model, complete one prompt, measure a server or the device.
 
-Exit codes: 0 done, 1 something failed while running, 2 wrong flags or settings, 130 interrupted.
+Exit codes: 0 done, 1 something failed while running, 2 wrong flags or settings, 128 + N stopped by
+signal N (130 = Ctrl-C).
 Torch, aiohttp and the engine are imported by the command that needs them, so help comes at once.
 """
 
@@ -235,8 +236,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     listener = Listener(config)
     await listener.bind()
     with contextlib.closing(listener):
-        async with TextEngine(engine_config) as engine:
-            settle()
+        async with contextlib.AsyncExitStack() as stack:
+            with console.signals_end_loading(listener.close):
+                engine = await stack.enter_async_context(TextEngine(engine_config))
+                settle()
             stats = None
             if not config.disable_log_stats:
                 stats = asyncio.create_task(_log_stats(engine, STATS_PERIOD_S))
@@ -356,7 +359,9 @@ async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
     names = ("max_tokens", "temperature", "top_p", "top_k")
     asked = {name: getattr(config, name) for name in names}
     given = {name: value for name, value in asked.items() if value is not None}
-    async with TextEngine(engine_config) as engine:
+    async with contextlib.AsyncExitStack() as stack:
+        with console.signals_end_loading():
+            engine = await stack.enter_async_context(TextEngine(engine_config))
         params = SamplingParams(
             **{
                 "default_max_tokens": 256,

@@ -150,6 +150,8 @@ def _positional(line: _Line, waiting: list[str], word: str) -> None:
     if not waiting:
         raise ConfigError(f"{word!r} is one argument too many")
     name = waiting.pop(0)
+    if not word:
+        raise ConfigError(f"{name.upper()} is empty")
     line.values[name] = _Given(word, name.upper())
 
 
@@ -164,7 +166,7 @@ def _resolve(spelled: str, known: Mapping[str, Setting]) -> tuple[Setting, list[
     if not spelled.startswith("--"):
         name = SHORT.get(spelled[1:], "")
         if name not in known:
-            raise ConfigError(f"unknown flag {spelled}")
+            raise ConfigError(f"unknown flag {spelled}; --help lists all")
         return known[name], [], False, False
     head, *keys = spelled[2:].removesuffix("+").split(".")
     append = spelled.endswith("+")

@@ -5,13 +5,14 @@ This is the only module that reads the environment.
 """
 
 import os
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from xylite.errors import ConfigError
+from xylite.errors import ConfigError, short
 
 DEMO_MODEL = "demo"
 
@@ -305,11 +306,28 @@ Settings = TypeVar("Settings", EngineConfig, ServerConfig)
 
 
 def checked(config: Settings) -> Settings:
-    """The same settings, types and limits verified; ConfigError naming field, limit and value."""
+    """The same settings, types and limits verified; ConfigError naming field, limit and value.
+
+    Paths are as good as their text.
+    """
     try:
-        return msgspec.convert(msgspec.to_builtins(config), type(config))
-    except msgspec.ValidationError as e:
-        raise ConfigError(str(e)) from None
+        return msgspec.convert(msgspec.to_builtins(config, enc_hook=_plain), type(config))
+    except (TypeError, msgspec.ValidationError) as e:
+        found = re.fullmatch(r"(.*) - at .*?\$\.(\w+).*", str(e), re.DOTALL)
+        if found is None:
+            raise ConfigError(str(e)) from None
+        said, name = found.groups()
+        said = said[:1].lower() + said[1:].replace("`", "")
+        if ", got " not in said:  # a type, and then the value may be a key that was meant to be one
+            said = f"{said}, got {short(getattr(config, name))}"
+        raise ConfigError(f"{name}: {said}", param=name) from None
+
+
+def _plain(value: object) -> object:
+    """What msgspec has no word for, as something it has."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    raise ConfigError(f"{short(value)} is nothing that a setting can be")
 
 
 def environment(prefix: str = "XYLITE_") -> Mapping[str, str]:

@@ -1,8 +1,13 @@
-"""A command's standard streams, which may be closed, full, or read by nobody any more."""
+"""A command's standard streams, which may be closed, full, or read by nobody any more, and the
+signals that end it while it loads."""
 
 import contextlib
+import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from xylite.errors import ConfigError, XyliteError
@@ -61,14 +66,48 @@ def complain(text: str) -> None:
 
 
 def standard_input() -> str:
-    """All of standard input; ConfigError if it is a terminal, or no text."""
+    """All of standard input; ConfigError if it is a terminal, empty, or no text."""
     if sys.stdin.isatty():
         raise ConfigError("a prompt is needed: xylite complete MODEL TEXT, or -p TEXT")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read()
     except UnicodeDecodeError as e:
         raise ConfigError(
             f"standard input is not text in {e.encoding}: byte {e.object[e.start]:#04x}"
         ) from None
     except OSError as e:  # a directory, for one
         raise ConfigError(f"cannot read standard input: {e.strerror or e}") from None
+    if not text:
+        raise ConfigError("standard input is empty, and a prompt is needed")
+    return text
+
+
+@contextlib.contextmanager
+def signals_end_loading(clean_up: Callable[[], None] | None = None) -> Iterator[None]:
+    """In this block SIGINT and SIGTERM end the process at once, with code 128 + their number.
+
+    A thread that loads a model cannot be stopped, and may take minutes. Without this, Ctrl-C would
+    wait for it, and the first process of a container would not even notice SIGTERM.
+
+    clean_up  called before
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        try:
+            logging.getLogger("xylite").info("stopped while loading")
+            if clean_up is not None:
+                clean_up()
+            logging.shutdown()
+        finally:
+            os._exit(128 + number)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # others may not catch signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` ask for
+                before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import asyncio
 import numbers
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -69,7 +70,7 @@ class LLM:
     model   as EngineConfig.model; further settings of EngineConfig by name
     """
 
-    def __init__(self, model: str | None = None, **settings: Any):
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any):
         if model is not None:
             settings["model"] = model
         self._engine = TextEngine(EngineConfig(**settings))

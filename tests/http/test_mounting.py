@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.http.fake_engine import FakeEngine
 from tests.http.wire import CHAT, TEXT, USER, error_of, events_of
 from xylite.config import ServerConfig
+from xylite.errors import ConfigError
 from xylite.http import make_app
 
 
@@ -69,3 +71,9 @@ async def test_two_applications_of_one_engine() -> None:
 async def test_root_answers_json() -> None:
     async with TestClient(TestServer(make_app(FakeEngine()))) as client:
         assert json.loads(await (await client.get("/")).text()) == {"name": "xylite"}
+
+
+@pytest.mark.parametrize("name", ["api_key", "allowed_hosts", "allowed_origins"])
+def test_a_text_is_not_taken_for_a_list_of_its_letters(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected array, got str"):
+        make_app(FakeEngine(), ServerConfig(**{name: "secret"}))

@@ -1,6 +1,7 @@
 """Building at first start: found again, rebuilt on change, and clear when it cannot be done."""
 
 import ctypes
+import errno
 import multiprocessing
 import shutil
 import subprocess
@@ -104,6 +105,44 @@ def test_without_a_folder_to_write_to_the_library_is_built_for_this_process(
     assert loaded.answer() == 42
     assert not path.parent.exists()
     assert f"built anew at every start: {tmp_path / 'cache'}" in caplog.text
+
+
+def test_a_full_disk_is_as_good_as_no_folder(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, full = tmp_path / "cache", "No space left on device"
+    run, write_bytes = build._run, Path.write_bytes
+    tried: list[list[str]] = []
+
+    def compiles(command: list[str]) -> None:
+        tried.append(command)
+        if str(cache) in command[-1]:
+            raise build.Refused("c++ failed: kein Platz")
+        run(command)
+
+    def writes(path: Path, data: bytes) -> int:
+        if cache in path.parents:
+            raise OSError(errno.ENOSPC, full)
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(build, "_run", compiles)
+    monkeypatch.setattr(Path, "write_bytes", writes)
+    with build.best_library(cache) as (isa, path):
+        assert isa == build.instruction_sets()[0]
+        assert ctypes.CDLL(str(path)).answer() == 42
+    assert len(tried) == 3, "one in vain, then a source and the library"
+    assert list(cache.iterdir()) == []
+    assert f"built anew at every start: {cache}: {full}\n" in caplog.text
+
+
+def test_who_waits_for_the_compiler_is_told_what_for(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", build.log.name)
+    for _ in range(2):
+        build.library("generic", tmp_path)
+    assert caplog.text.count("compiling the CPU kernels for generic with ") == 1
+    assert caplog.text.endswith(f", to {tmp_path}\n")
 
 
 def test_a_folder_that_may_not_be_searched_is_as_good_as_none(

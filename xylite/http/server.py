@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from xylite.config import ServerConfig
+from xylite.config import ServerConfig, checked
 from xylite.http import chat, completions, models
 from xylite.http.access import OPEN_HANDLERS, add_headers, guard, identify, is_loopback
 from xylite.http.body import continue_later
@@ -41,7 +41,10 @@ def make_app(
 
     body_timeout_s  how long a request body may stand still
     write_stall_s   how long a client may not read before its stream is closed
+    raises          ConfigError naming a setting of the wrong type or out of its limits
     """
+    # A text where a list belongs would be a list of letters, and each of them a key.
+    config = checked(config)
     app = web.Application(
         middlewares=[identify, failures, guard], client_max_size=config.max_request_bytes
     )

@@ -21,6 +21,7 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent / "src"
 BUILD_TIMEOUT_S: Final = 120
+ROOM_BYTES: Final = 4 << 20  # more than the library and its objects take
 
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -95,7 +96,7 @@ def library(isa: str, cache: Path) -> Path:
     try:
         is_there = path.is_file()
     except OSError as e:
-        raise FolderError(f"{cache}: {e}") from e
+        raise FolderError(f"{cache}: {e.strerror or e}") from e
     return path if is_there else build(isa, cache)
 
 
@@ -143,22 +144,33 @@ def build(isa: str, folder: Path) -> Path:
     target = folder / library_name(isa)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        log.info("compiling the CPU kernels for %s with %s, to %s", isa, compiler, folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-            sources = sorted(SOURCES.glob("*.cpp"))
-            objects = [Path(work) / f"{s.stem}.o" for s in sources]
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                jobs = [
-                    pool.submit(_run, [compiler, *_flags(isa), "-c", str(s), "-o", str(o)])
-                    for s, o in zip(sources, objects, strict=True)
-                ]
-                for job in jobs:
-                    job.result()
             made = Path(work) / target.name
-            _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+            try:
+                _compile(compiler, isa, made)
+            except Refused:
+                # It may be for want of room, which the compiler says in the user's language.
+                (Path(work) / "room").write_bytes(bytes(ROOM_BYTES))
+                raise
             os.replace(made, target)
     except OSError as e:
-        raise FolderError(f"{folder}: {e}") from e
+        raise FolderError(f"{folder}: {e.strerror or e}") from e
     return target
+
+
+def _compile(compiler: str, isa: str, made: Path) -> None:
+    """The library `made`, with its objects beside it."""
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [made.parent / f"{s.stem}.o" for s in sources]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        jobs = [
+            pool.submit(_run, [compiler, *_flags(isa), "-c", str(s), "-o", str(o)])
+            for s, o in zip(sources, objects, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+    _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
 
 
 def _run(command: list[str]) -> None:
@@ -175,4 +187,4 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired as e:
         raise BuildError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from e
     if done.returncode:
-        raise Refused(f"{command[0]} failed: {done.stdout[-2000:]}")
+        raise Refused(f"{command[0]} failed: {done.stdout[-2000:].strip()}")

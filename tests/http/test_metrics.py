@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient
+import uvloop
+from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
 )
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.http.conftest import Connect
 from tests.http.fake_engine import FakeEngine, record_of, said
 from tests.http.wire import CHAT, TEXT, USER, error_of
+from xylite.http import make_app
 from xylite.http.metrics import Histogram, lengths_up_to
 
 REQUIRED = frozenset(
@@ -102,6 +104,15 @@ async def test_counts_agree_with_events(connect: Connect) -> None:
     assert value_of(found, "http_requests_total", **labels, status="200") == 3
     assert value_of(found, "http_requests_total", **labels, status="400") == 1
     assert value_of(found, "http_requests_total", **labels, status="499") == 1
+
+
+def test_durations_are_finer_than_the_ticks_of_the_loop() -> None:
+    async def seconds() -> float:
+        async with TestClient(TestServer(make_app(FakeEngine()))) as client:
+            await client.get("/health")
+            return value_of(await samples(client), "http_request_duration_seconds_sum")
+
+    assert 0 < uvloop.run(seconds()) < 10
 
 
 async def test_labels_are_bounded(connect: Connect) -> None:

@@ -116,6 +116,11 @@ def test_a_directory_that_cannot_be_used_gives_one_error(case, tmp_path):
         open_checkpoint(str(make(tmp_path)))
 
 
+def test_no_path_is_not_the_current_directory() -> None:
+    with pytest.raises(ConfigError, match="model is empty"):
+        open_checkpoint("")
+
+
 TEXTS_OF_A_MODEL = (
     "config.json",
     "generation_config.json",

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.http.conftest import Connect
 from tests.http.fake_engine import Call, FakeEngine, Item
 from tests.http.wire import CHAT, TEXT, USER
 from xylite.http.logprobs import SLICE
+from xylite.http.token_text import DECODE_INLINE, STRINGS_PER_TURN
 from xylite.text_engine import TextEvent, TextLogprob
 
 NUM_TOKENS, K = 300, 20
@@ -135,3 +137,55 @@ async def test_slices_join_to_one_list_without_a_seam(connect: Connect) -> None:
     assert [tops and len(tops) for tops in found["top_logprobs"]] == [None] + [1 + K] * (
         2 * NUM_TOKENS
     )
+
+
+class Spelling(FakeEngine):
+    """Notes in which turn each token was spelt, and in which thread token ids were decoded."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(max_model_len=10_000)
+        self.turns = turns
+        self.decoded: list[tuple[int, bool]] = []
+
+    def token_text(self, token_id: int) -> str:
+        self.turns.read[self.turns.number] += 1
+        return super().token_text(token_id)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        is_main = threading.current_thread() is threading.main_thread()
+        self.decoded.append((len(ids), is_main))
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("num", [1, STRINGS_PER_TURN, 5 * STRINGS_PER_TURN + 1])
+async def test_no_turn_of_the_loop_spells_more_than_a_slice_of_tokens(
+    connect: Connect, num: int
+) -> None:
+    turns = Turns()
+    client = await connect(Spelling(turns))
+    text = "".join(chr(97 + i % 26) for i in range(num))
+    body = {"prompt": text, "return_token_strs": True}
+    with turns.counting():
+        answers = await asyncio.gather(*(client.post("/tokenize", json=body) for _ in range(3)))
+        assert [(await answer.json())["token_strs"] for answer in answers] == [list(text)] * 3
+    assert sum(turns.read.values()) == 3 * num
+    assert max(turns.read.values()) <= STRINGS_PER_TURN
+
+
+async def test_no_tokens_are_no_strings(connect: Connect) -> None:
+    client = await connect(Spelling(Turns()))
+    answer = await client.post("/tokenize", json={"prompt": "", "return_token_strs": True})
+    assert (await answer.json())["token_strs"] == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("num", "is_main"), [(DECODE_INLINE, True), (DECODE_INLINE + 1, False)])
+async def test_a_long_prompt_of_ids_is_echoed_from_a_thread_and_decoded_once(
+    connect: Connect, num: int, is_main: bool, streamed: bool
+) -> None:
+    engine = Spelling(Turns())
+    client = await connect(engine)
+    body = {"prompt": [97] * num, "echo": True, "n": 3, "stream": streamed, "max_tokens": 1}
+    answer = await (await client.post(TEXT, json=body)).text()
+    assert answer.count("a" * num) == 3
+    assert engine.decoded == [(num, is_main)]

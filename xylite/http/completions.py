@@ -30,6 +30,7 @@ from xylite.http.protocol import (
 )
 from xylite.http.service import SERVICE, Service
 from xylite.http.stream import Batch, TimeLimits
+from xylite.http.token_text import text_of
 from xylite.runtime.request import SamplingParams, check_params
 from xylite.text_engine import Pending, TextEvent, TextLogprob, TextStream
 
@@ -184,6 +185,7 @@ class CompletionForm:
         self._held: dict[int, Pending] = {}
         self._scored: dict[int, Sequence[TextLogprob | None]] = {}
         self._rows: dict[int, msgspec.Raw] = {}
+        self._echoes: dict[int, str] = {}
         self._head = (
             b'data: {"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":['
             % (_encode(answer.id), answer.created, _encode(answer.model))
@@ -245,7 +247,7 @@ class CompletionForm:
         text = event.text
         runs: list[Sequence[TextLogprob] | Sequence[TextLogprob | None]] = []
         if is_first and self._echo:
-            text = self._prompt_text(prompt) + text
+            text = await self._prompt_text(prompt) + text
             if self._logprobs:
                 runs.append(self._scored.get(prompt, ()))
         if event.logprobs is not None:
@@ -267,9 +269,14 @@ class CompletionForm:
                 shown["prompt_token_ids"] = self._streams[prompt].prompt_token_ids
         return shown
 
-    def _prompt_text(self, prompt: int) -> str:
+    async def _prompt_text(self, prompt: int) -> str:
+        """The prompt as text: made once, however many choices begin with it."""
         content = self._prompts[prompt].content
-        return content if isinstance(content, str) else self._engine.decode(content)
+        if isinstance(content, str):
+            return content
+        if prompt not in self._echoes:
+            self._echoes[prompt] = await text_of(self._engine, content)
+        return self._echoes[prompt]
 
     def _first_token(self, prompt: int) -> tuple[int, str]:
         token = self._streams[prompt].prompt_token_ids[0]

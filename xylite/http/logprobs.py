@@ -54,8 +54,8 @@ async def slices(entries: Sequence[E], turns: Turnstile) -> AsyncIterator[Sequen
         yield entries[start : start + num]
 
 
-def _joined(parts: Sequence[bytes]) -> bytes:
-    """One JSON list of several, none of them empty."""
+def joined(parts: Sequence[bytes]) -> bytes:
+    """One JSON list of several, which are not empty."""
     return parts[0] if len(parts) == 1 else b"[" + b",".join(p[1:-1] for p in parts) + b"]"
 
 
@@ -73,12 +73,12 @@ async def chat_entries(entries: Sequence[TextLogprob], as_id: bool, turns: Turns
         )
         async for part in slices(entries, turns)
     ]
-    return b'{"content":' + _joined(parts) + b"}"
+    return b'{"content":' + joined(parts) + b"}"
 
 
 async def prompt_entries(entries: Sequence[TextLogprob | None], turns: Turnstile) -> bytes:
     """vLLM's `prompt_logprobs`: per token a map from token id to its log-probability."""
-    return _joined([_encode([*map(_prompt_row, p)]) async for p in slices(entries, turns)])
+    return joined([_encode([*map(_prompt_row, p)]) async for p in slices(entries, turns)])
 
 
 def _prompt_row(entry: TextLogprob | None) -> dict[str, dict[str, Any]] | None:
@@ -124,7 +124,7 @@ class CompletionLogprobs:
                         parts.setdefault(key, []).append(_encode(values))
         if not parts:
             return _encode(self._entries((), first_token))
-        return b"{%s}" % b",".join(b'"%s":' % k.encode() + _joined(v) for k, v in parts.items())
+        return b"{%s}" % b",".join(b'"%s":' % k.encode() + joined(v) for k, v in parts.items())
 
     def _entries(
         self, entries: Sequence[TextLogprob | None], first_token: tuple[int, str]

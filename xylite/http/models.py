@@ -1,6 +1,5 @@
 """What is served, how it is, and its tokenizer: every route that generates nothing."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -13,10 +12,9 @@ from xylite.http.body import read_json
 from xylite.http.chat import render
 from xylite.http.protocol import DetokenizeRequest, TokenizeRequest
 from xylite.http.service import SERVICE, Service, engine_dead
+from xylite.http.token_text import strings_of, text_of
 
 MAX_DETOKENIZE = 1_000_000
-# Decoding this many tokens takes about a millisecond; more would hold up the streams.
-DECODE_INLINE = 2048
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -120,8 +118,10 @@ async def tokenize(request: web.Request) -> web.Response:
         "count": len(ids),
         "max_model_len": engine.limits.max_model_len,
         "tokens": ids,
-        "token_strs": [engine.token_text(i) for i in ids] if asked.return_token_strs else None,
+        "token_strs": None,
     }
+    if asked.return_token_strs:
+        body["token_strs"] = msgspec.Raw(await strings_of(engine, ids, service.slices))
     return json_response(body)
 
 
@@ -138,7 +138,4 @@ async def detokenize(request: web.Request) -> web.Response:
         raise RequestError(
             f"tokens has {len(ids)} entries, the limit is {MAX_DETOKENIZE}", param="tokens"
         )
-    if len(ids) <= DECODE_INLINE:
-        return json_response({"prompt": service.engine.decode(ids)})
-    text = await asyncio.to_thread(service.engine.decode, ids)
-    return json_response({"prompt": text})
+    return json_response({"prompt": await text_of(service.engine, ids)})

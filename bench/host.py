@@ -36,7 +36,9 @@ from xylite.cli import settle
 from xylite.config import EngineConfig, ServerConfig
 from xylite.http import make_app
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.commit import commit
 from xylite.runtime.decomposition import Decomposition
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Limits, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import StepResult
@@ -53,9 +55,8 @@ def host_seconds(num_seqs: int, iterations: int = 200) -> float:
     8 KV heads of group 4, 24 cores, contexts of 50 to 1500 tokens."""
     rng = random.Random(0)
     limits = Limits(vocab_size=1000, max_model_len=8192, max_kv_tokens=8192)
-    scheduler = Scheduler(
-        KVBlocks(num_seqs * 70, 64), budget=512, max_num_seqs=num_seqs, max_queued=num_seqs
-    )
+    queues = Queues(KVBlocks(num_seqs * 70, 64), max_num_seqs=num_seqs, max_queued=num_seqs)
+    scheduler = Scheduler(queues, budget=512)
     tasks = Decomposition(num_kv_heads=8, group=4, tile_classes=(16, 128), kv_tile=64, num_cores=24)
     tabulator = Tabulator(num_seqs, 128, 64, lambda table: (tasks(table),))
     for i in range(num_seqs):
@@ -64,7 +65,7 @@ def host_seconds(num_seqs: int, iterations: int = 200) -> float:
         request = make_request(
             f"{i}", prompt, params, limits=limits, end_tokens=frozenset(), default_seed=0
         )
-        scheduler.add(request, 0.0)
+        queues.add(request, 0.0)
     seconds: list[float] = []
     while len(seconds) < iterations:
         start = time.perf_counter()
@@ -82,7 +83,7 @@ def host_seconds(num_seqs: int, iterations: int = 200) -> float:
             None,
             None,
         )
-        scheduler.commit(plan, result)
+        commit(queues, plan, result)
     return statistics.median(seconds)
 
 

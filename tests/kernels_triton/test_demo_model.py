@@ -35,7 +35,7 @@ def test_the_kernels_continue_the_alphabet(monkeypatch):
     parts = build.build(config, checkpoint, checkpoint.config["vocab_size"])
     driver = Driver(num_blocks=1, block_size=16)
     driver.scheduler, driver.tabulator = parts.scheduler, parts.tabulator
-    driver.executor, driver.blocks = parts.executor, parts.scheduler.blocks
+    driver.executor, driver.blocks = parts.executor, parts.scheduler.queues.blocks
     driver.add(
         make_request(
             "alphabet", ALPHABET, SamplingParams(max_tokens=14, temperature=0.0),

@@ -63,7 +63,7 @@ def test_draft_trees_are_verified_by_the_kernels(kind, checkpoint, expected, mon
     assert all_tokens(made) == expected
     # Fewer iterations than tokens: drafts were accepted.
     assert any(step.compact for step in made.steps)
-    assert made.scheduler.counters.spec_num_draft_tokens > 0
+    assert made.queues.counters.spec_num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_block_size_is_the_devices_unless_it_is_given(chip, size, checkpoint
     monkeypatch.setattr(ops, "load", lambda device: table)
     config = EngineConfig(model=str(checkpoint), **{**SETTINGS, "block_size": None})
     parts = build.build(config, open_checkpoint(str(checkpoint)), CONFIG["vocab_size"])
-    assert parts.config.block_size == size == parts.scheduler.blocks.block_size
+    assert parts.config.block_size == size == parts.scheduler.queues.blocks.block_size
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])

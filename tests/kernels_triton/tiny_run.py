@@ -32,7 +32,7 @@ def driver(table: Ops, path: Path, monkeypatch: pytest.MonkeyPatch, **settings: 
     parts = build.build(config, open_checkpoint(str(path)), CONFIG["vocab_size"])
     made = Driver(num_blocks=1, block_size=16)
     made.scheduler, made.tabulator, made.executor = parts.scheduler, parts.tabulator, parts.executor
-    made.blocks = parts.scheduler.blocks
+    made.blocks = parts.scheduler.queues.blocks
     for i, length in enumerate(LENGTHS):
         prompt = [(7 * i + 3 * j + 1) % CONFIG["vocab_size"] for j in range(length)]
         params = SamplingParams(

@@ -7,8 +7,10 @@ import numpy as np
 from tests.toy import WORDS, ToyExecutor
 from xylite.errors import EngineError
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.commit import commit, fail
 from xylite.runtime.masks import fill_masks
 from xylite.runtime.plan import Plan
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Request, TokenEvent
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.sequence import Sequence
@@ -38,10 +40,8 @@ class Driver:
     ):
         self.blocks = KVBlocks(num_blocks, block_size, reuse=reuse)
         self.scheduler = Scheduler(
-            self.blocks,
+            Queues(self.blocks, max_num_seqs=max_num_seqs, max_queued=max_queued),
             budget=budget,
-            max_num_seqs=max_num_seqs,
-            max_queued=max_queued,
             max_draft=max_draft,
             mixed_budget=mixed_budget,
         )
@@ -53,8 +53,12 @@ class Driver:
         self.plans: list[Plan] = []
         self.steps: list[Step] = []
 
+    @property
+    def queues(self) -> Queues:
+        return self.scheduler.queues
+
     def add(self, request: Request) -> list[Sequence]:
-        new = self.scheduler.add(request, self.now)
+        new = self.queues.add(request, self.now)
         for seq in new:
             self.events[request.id, seq.index] = []
             self.sequences[request.id, seq.index] = seq
@@ -68,8 +72,8 @@ class Driver:
         return events[-1].finish_reason if events else None
 
     def check(self) -> None:
-        self.blocks.check(self.scheduler.running)
-        for seq in self.scheduler.running:
+        self.blocks.check(self.queues.running)
+        for seq in self.queues.running:
             assert seq.num_computed <= seq.num_planned <= len(seq.tokens) + seq.num_pending, seq
             assert len(seq.blocks) * self.blocks.block_size >= seq.num_planned
 
@@ -110,7 +114,7 @@ class Driver:
                 on_step(len(self.plans))
                 flight = self.plan()
                 if flight is None:
-                    assert not self.scheduler.num_unfinished, "sequences are left and none can run"
+                    assert not self.queues.num_unfinished, "sequences are left and none can run"
                     return
             plan, step = flight
             nxt = None
@@ -120,17 +124,17 @@ class Driver:
             result = self._execute(plan, step)
             if result is None:
                 error = EngineError("step failed")
-                outcomes = self.scheduler.fail(plan, error, nxt[0] if nxt else None)
+                outcomes = fail(self.queues, plan, error, nxt[0] if nxt else None)
                 if nxt:
                     self._execute_in_vain(*nxt)
                 nxt = None
             else:
-                outcomes = self.scheduler.commit(plan, result)
+                outcomes = commit(self.queues, plan, result)
             for seq, event in outcomes:
                 self.events[seq.request.id, seq.index].append(event)
             self.check()
             if propose is not None:
-                for seq in self.scheduler.running:
+                for seq in self.queues.running:
                     if seq.remaining == 1:
                         seq.draft = propose(seq)
             flight = nxt

@@ -1,6 +1,7 @@
 """One iteration at a time: what tests of scheduling rules ask for and look at."""
 
 from tests.toy import toy_request
+from xylite.runtime.commit import commit
 from xylite.runtime.request import SamplingParams
 
 
@@ -23,7 +24,7 @@ def chunks(plan):
 def step(driver, *, ahead=False):
     """Plan one iteration, run it and commit it."""
     plan, made = driver.plan(ahead=ahead)
-    for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
+    for seq, event in commit(driver.queues, plan, driver.executor.run(made)):
         driver.events[seq.request.id, seq.index].append(event)
     driver.check()
     return plan

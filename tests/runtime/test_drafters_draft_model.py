@@ -127,7 +127,7 @@ def test_a_sequence_that_found_no_blocks_drafts_as_well_once_there_are():
 def test_blocks_and_rows_come_back_and_stay_whole():
     drafter = make(0, num_blocks=64)
 
-    def check(scheduler):
+    def check():
         drafter.blocks.check([s.seq for s in drafter._shadows.values() if s.seq.row >= 0])
 
     run(many(8, temperature=0.9), drafter, after_step=check)

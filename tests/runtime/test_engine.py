@@ -13,6 +13,7 @@ from xylite.errors import EngineError, Overloaded
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.engine import Engine, _size_class
 from xylite.runtime.event_queue import TokenQueue
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import SamplingParams
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.token_table import Tabulator
@@ -58,10 +59,11 @@ class Recorder:
 async def toy_engine(*, num_blocks=256, block_size=4, budget=32, max_num_seqs=8, **settings):
     max_queued = settings.pop("max_queued", 1000)
     blocks = KVBlocks(num_blocks, block_size)
-    scheduler = Scheduler(blocks, budget=budget, max_num_seqs=max_num_seqs, max_queued=max_queued)
+    queues = Queues(blocks, max_num_seqs=max_num_seqs, max_queued=max_queued)
     tabulator = Tabulator(max_num_seqs, num_blocks, block_size)
     runner = settings.pop("runner", Gate)(num_blocks, block_size)
     with ThreadPoolExecutor(1) as device:
+        scheduler = Scheduler(queues, budget=budget)
         engine = Engine(scheduler, tabulator, runner, device, num_words=WORDS, **settings)
         engine.tickets.observers.append(Recorder())
         try:
@@ -69,7 +71,7 @@ async def toy_engine(*, num_blocks=256, block_size=4, budget=32, max_num_seqs=8,
         finally:
             runner.open.set()
             await engine.close()
-        blocks.check(scheduler.running)
+        blocks.check(queues.running)
 
 
 def ask(engine, name, prompt, **params):
@@ -144,9 +146,9 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_behind():
 
 
 async def _until_free(engine):
-    while engine.scheduler.num_unfinished:
+    while engine.queues.num_unfinished:
         await asyncio.sleep(0)
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+    assert engine.queues.blocks.num_free == engine.queues.blocks.num_blocks
 
 
 async def test_cancel_frees_blocks_within_two_iterations():
@@ -155,10 +157,10 @@ async def test_cancel_frees_blocks_within_two_iterations():
         _, queue, _ = ask(engine, "stays", [2] * 4, max_tokens=60, ignore_eos=True)
         await anext(queue)
         ticket.cancel()
-        before = engine.scheduler.counters.num_steps
-        while engine.scheduler.num_unfinished > 1:
+        before = engine.queues.counters.num_steps
+        while engine.queues.num_unfinished > 1:
             await anext(queue)
-        assert engine.scheduler.counters.num_steps - before <= 2
+        assert engine.queues.counters.num_steps - before <= 2
         await read(queue)
 
 
@@ -231,7 +233,7 @@ async def test_who_is_refused_waits_less_where_most_of_a_prompt_is_found_compute
     async with toy_engine(max_num_seqs=1, max_queued=1) as (engine, runner):
         runner.open.clear()
         asked = [ask(engine, "first", [1]), ask(engine, "second", [2] * 35)]
-        counters = engine.scheduler.counters
+        counters = engine.queues.counters
         counters.step_tokens, engine.tallies.step_seconds = 10, 1.0
         waits = []
         for counters.prefix_queries, counters.prefix_hits in ((0, 0), (100, 0), (100, 75)):
@@ -342,7 +344,7 @@ async def test_request_that_arrives_during_an_iteration_is_in_the_next_one():
         answers = await asyncio.gather(read(first_queue), read(second_queue))
         assert [t for t, _ in answers] == [expected_tokens(first), expected_tokens(second)]
         # 4 iterations for the first's tokens, and the second ran beside the last three.
-        assert engine.scheduler.counters.num_steps <= 6
+        assert engine.queues.counters.num_steps <= 6
 
 
 async def until(condition):
@@ -358,19 +360,19 @@ async def test_iteration_that_was_planned_ahead_lets_those_in_who_come_while_it_
             # The first is planned ahead of at once; the second takes 50 s, from when it begins.
             engine._durations = {_size_class(8): 0.0, _size_class(1): 50.0}
             _, first, _ = ask(engine, "first", [1] * 8, max_tokens=4, ignore_eos=True)
-            await until(lambda: engine.scheduler.counters.num_steps == 2)
+            await until(lambda: engine.queues.counters.num_steps == 2)
             now[0] = 100.0
             runner.permits.release()
             await until(lambda: engine.tallies.generation_tokens == 1)
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert engine.scheduler.counters.num_steps == 2
+            assert engine.queues.counters.num_steps == 2
             _, second, _ = ask(engine, "second", [2] * 4, max_tokens=4, ignore_eos=True)
         finally:
             runner.permits.release(100)
         await asyncio.gather(read(first), read(second))
         # 4 iterations for the first's tokens, the second's in the last two of them and after.
-        assert engine.scheduler.counters.num_steps == 6
+        assert engine.queues.counters.num_steps == 6
 
 
 def test_iterations_of_one_size_class_differ_by_an_eighth_at_most():

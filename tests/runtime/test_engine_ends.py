@@ -43,7 +43,7 @@ async def test_every_reader_is_told_though_the_books_of_blocks_are_wrong():
         def broken(seq):
             raise AssertionError("a block is owned twice")
 
-        engine.scheduler.blocks.release = broken
+        engine.queues.blocks.release = broken
         asked = [
             ask(engine, f"r{i}", [i, 2, 3], max_tokens=3 + 40 * i, ignore_eos=True)
             for i in range(3)
@@ -54,10 +54,10 @@ async def test_every_reader_is_told_though_the_books_of_blocks_are_wrong():
             await engine._idle.wait()
         assert [e.error and e.error.code for e in ends] == ["engine_dead"] * 3
         assert not engine.tickets
-        del engine.scheduler.blocks.release
-        for seq in list(engine.scheduler.running):
+        del engine.queues.blocks.release
+        for seq in list(engine.queues.running):
             seq.num_inflight = 0
-            engine.scheduler.leave(seq)
+            engine.queues.leave(seq)
 
 
 async def test_a_sink_that_raises_at_the_end_does_not_keep_others_from_ending():

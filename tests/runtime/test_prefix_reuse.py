@@ -5,6 +5,7 @@ import pytest
 from tests.runtime.driver import Driver
 from tests.runtime.steps import ask, chunks, step
 from tests.toy import expected_tokens
+from xylite.runtime.commit import commit, fail
 
 
 def test_prompts_that_arrive_together_compute_their_common_beginning_once():
@@ -112,7 +113,7 @@ def test_failed_iteration_removes_what_it_promised_and_requeues_those_who_built_
     assert any(c.seq.request.id == "later" and c.start >= 8 for c in ahead[0].chunks)
     with pytest.raises(RuntimeError):
         driver.executor.run(made)
-    outcomes = driver.scheduler.fail(plan, RuntimeError("x"), ahead[0])
+    outcomes = fail(driver.queues, plan, RuntimeError("x"), ahead[0])
     assert [s.request.id for s, _ in outcomes] == ["fails"]
     driver.executor.run(ahead[1])
     driver.check()
@@ -128,7 +129,7 @@ def test_who_got_a_row_but_no_tokens_in_a_failed_iteration_gets_it_again():
     fails, other = (ask(driver, f"{i}", [*range(10), i], 5, presence_penalty=1.0) for i in (1, 2))
     plan, _ = driver.plan()
     assert chunks(plan) == [(fails.id, 4, 4)] and len(plan.admitted) == 2
-    driver.scheduler.fail(plan, RuntimeError("before the rows were set up on the device"))
+    fail(driver.queues, plan, RuntimeError("before the rows were set up on the device"))
     driver.run()
     assert driver.tokens(other.id) == expected_tokens(other)
 
@@ -138,13 +139,13 @@ def test_values_that_are_not_finite_stay_out_of_the_tree_if_their_client_has_lef
     driver.executor.corrupt = {(0, 0)}
     ask(driver, "bad", [1] * 12)
     plan, made = driver.plan()
-    driver.scheduler.stop(plan.chunks[0].seq, "abort")
-    assert driver.scheduler.commit(plan, driver.executor.run(made)) == []
+    driver.queues.stop(plan.chunks[0].seq, "abort")
+    assert commit(driver.queues, plan, driver.executor.run(made)) == []
     driver.check()
     again = ask(driver, "again", [1] * 12)
     driver.run()
     assert driver.tokens("again") == expected_tokens(again)
-    assert driver.scheduler.counters.corrupted == 0
+    assert driver.queues.counters.corrupted == 0
 
 
 def test_block_of_an_iteration_in_flight_is_no_source_of_a_copy():
@@ -161,10 +162,10 @@ def test_tokens_found_again_after_starting_over_are_not_counted_as_cached():
     ask(driver, "first", list(range(20)), 3)
     plan, made = driver.plan()
     driver.executor.raise_at = {1}
-    driver.scheduler.commit(plan, driver.executor.run(made))
+    commit(driver.queues, plan, driver.executor.run(made))
     other = ask(driver, "other", [50] * 20, 3)
     driver.run()
     assert driver.finish("first") == driver.finish("other") == "length"
     assert driver.tokens("other") == expected_tokens(other)
     assert all(s.num_cached < s.num_prompt for s in driver.sequences.values())
-    assert driver.scheduler.counters.prefix_hits == 0
+    assert driver.queues.counters.prefix_hits == 0

@@ -3,6 +3,7 @@
 from tests.runtime.driver import Driver
 from tests.runtime.steps import ask, chunks, step
 from tests.toy import expected_tokens
+from xylite.runtime.commit import commit
 from xylite.runtime.request import Draft
 from xylite.runtime.scheduler import AGEING_S
 
@@ -42,7 +43,7 @@ def talking(driver, number):
     """So many sequences that decode from now on."""
     for i in range(number):
         ask(driver, f"talks{i}", [10 + i] * 4, 90)
-    while any(s.num_output == 0 for s in driver.scheduler.running) or driver.scheduler.waiting:
+    while any(s.num_output == 0 for s in driver.queues.running) or driver.queues.waiting:
         step(driver)
 
 
@@ -84,7 +85,7 @@ def test_decodes_beyond_the_reserve_take_turns():
     driver = Driver(budget=4, block_size=4, max_num_seqs=8)
     for name in "abcd":
         ask(driver, name, [ord(name)] * 1 if ord(name) < 61 else [ord(name) % 61], 30)
-    while any(s.num_output == 0 for s in driver.scheduler.running) or driver.scheduler.waiting:
+    while any(s.num_output == 0 for s in driver.queues.running) or driver.queues.waiting:
         step(driver)
     ask(driver, "long", [2] * 100)
     turns = [{c[0] for c in chunks(step(driver)) if c[0] != "long"} for _ in range(4)]
@@ -135,7 +136,7 @@ def test_drafts_shrink_before_decodes_are_left_out():
         ask(driver, name, [ord(name) % 61] * 2, 20)
     step(driver)
     step(driver)
-    for seq in driver.scheduler.running:
+    for seq in driver.queues.running:
         seq.draft = Draft((1, 2, 3, 4))
     plan = driver.scheduler.plan(0.0)
     assert [c.num for c in plan.chunks] == [5, 2, 1]
@@ -145,7 +146,7 @@ def test_draft_never_passes_the_length_limit():
     driver = Driver(max_draft=4)
     request = ask(driver, "a", [1, 2], 3)
     step(driver)
-    (seq,) = driver.scheduler.running
+    (seq,) = driver.queues.running
     seq.draft = Draft(tuple(expected_tokens(request)[1:]) + (0, 0))
     plan = step(driver)
     assert chunks(plan) == [("a", 2, 2)]
@@ -157,12 +158,12 @@ def test_a_draft_that_comes_while_a_token_is_on_its_way_is_dropped():
     request = ask(driver, "a", [1, 2], 8)
     truth = expected_tokens(request)
     first, made = driver.plan()
-    (seq,) = driver.scheduler.running
+    (seq,) = driver.queues.running
     seq.draft = Draft(tuple(truth[:4]))  # follows the prompt, whose next token is being drawn
     second, following = driver.plan(ahead=True)
     assert chunks(second) == [("a", 2, 1)] and not second.has_drafts
     for plan, tables in ((first, made), (second, following)):
-        for _, event in driver.scheduler.commit(plan, driver.executor.run(tables)):
+        for _, event in commit(driver.queues, plan, driver.executor.run(tables)):
             driver.events["a", 0].append(event)
         driver.check()
     driver.run()
@@ -195,11 +196,11 @@ def test_sequence_that_starts_over_and_is_stopped_at_once_is_gone():
     ask(driver, "r", [1] * 12, n=2)
     plan, made = driver.plan()
     ahead = driver.plan(ahead=True)
-    outcomes = driver.scheduler.commit(plan, driver.executor.run(made))
+    outcomes = commit(driver.queues, plan, driver.executor.run(made))
     assert [event.finish_reason for _, event in outcomes] == ["error"]
-    driver.scheduler.stop(driver.sequences["r", 1], "abort")
+    driver.queues.stop(driver.sequences["r", 1], "abort")
     if ahead:
-        driver.scheduler.commit(ahead[0], driver.executor.run(ahead[1]))
+        commit(driver.queues, ahead[0], driver.executor.run(ahead[1]))
     driver.check()
-    assert driver.scheduler.num_unfinished == 0
+    assert driver.queues.num_unfinished == 0
     assert driver.blocks.num_free == driver.blocks.num_blocks

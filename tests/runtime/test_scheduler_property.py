@@ -102,7 +102,7 @@ def test_any_schedule_gives_the_tokens_of_full_recomputation(data, seed):
                 for i in range(request.params.n):
                     seq = driver.sequences.get((request.id, i))
                     if seq is not None:
-                        driver.scheduler.stop(seq, "abort")
+                        driver.queues.stop(seq, "abort")
 
     drafter = ToyDrafter(rng, world["max_draft"])
     while True:
@@ -132,8 +132,8 @@ def test_any_schedule_gives_the_tokens_of_full_recomputation(data, seed):
                 _check_logprobs(driver, request, i, got)
     assert driver.blocks.num_free == world["num_blocks"]
     driver.blocks.check([])
-    assert not driver.scheduler.num_unfinished
-    assert len(driver.scheduler.free_rows) == world["max_num_seqs"]
+    assert not driver.queues.num_unfinished
+    assert len(driver.queues.free_rows) == world["max_num_seqs"]
 
 
 def _check_logprobs(driver, request, i, got):

@@ -6,6 +6,7 @@ from tests.runtime.driver import Driver
 from tests.runtime.steps import ask, chunks, step
 from tests.toy import expected_tokens
 from xylite.errors import Overloaded, RequestError
+from xylite.runtime.commit import commit
 from xylite.runtime.request import Draft
 from xylite.runtime.scheduler import NO_PASSING_S
 
@@ -16,8 +17,8 @@ def test_preempted_sequence_returns_first_and_says_the_same():
         ask(driver, f"r{i}", [i + 1] * 8, 20, seed=i, presence_penalty=1.0) for i in range(4)
     ]
     order = []
-    driver.run(on_step=lambda n: order.append([s.request.id for s in driver.scheduler.waiting]))
-    assert driver.scheduler.counters.num_preemptions > 0
+    driver.run(on_step=lambda n: order.append([s.request.id for s in driver.queues.waiting]))
+    assert driver.queues.counters.num_preemptions > 0
     for r in requests:
         assert driver.tokens(r.id) == expected_tokens(r)
     ends = [
@@ -74,21 +75,21 @@ def test_planning_ahead_without_blocks_waits_and_takes_its_plan_back():
     requests = [ask(driver, name, [i + 1] * 3, 9) for i, name in enumerate("ab")]
     flight = driver.plan()
     while True:
-        before = [(s.num_planned, s.num_pending) for s in driver.scheduler.running]
+        before = [(s.num_planned, s.num_pending) for s in driver.queues.running]
         ahead = driver.plan(ahead=True)
         if ahead is None:
             break
         plan, made = flight
-        for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
+        for seq, event in commit(driver.queues, plan, driver.executor.run(made)):
             driver.events[seq.request.id, seq.index].append(event)
         flight = ahead
     assert driver.blocks.num_free == 0, "one of the two found the last block"
-    assert [(s.num_planned, s.num_pending) for s in driver.scheduler.running] == before
+    assert [(s.num_planned, s.num_pending) for s in driver.queues.running] == before
     plan, made = flight
-    for seq, event in driver.scheduler.commit(plan, driver.executor.run(made)):
+    for seq, event in commit(driver.queues, plan, driver.executor.run(made)):
         driver.events[seq.request.id, seq.index].append(event)
     driver.run()
-    assert driver.scheduler.counters.num_preemptions == 1
+    assert driver.queues.counters.num_preemptions == 1
     for r in requests:
         assert driver.tokens(r.id) == expected_tokens(r)
 
@@ -99,7 +100,7 @@ def test_request_that_is_too_many_for_the_queue_is_refused_whole():
     with pytest.raises(Overloaded, match="needs 2"):
         ask(driver, "b", [2], n=2)
     ask(driver, "c", [3])
-    assert driver.scheduler.num_unfinished == 3
+    assert driver.queues.num_unfinished == 3
 
 
 def test_request_that_can_never_fit_is_the_clients_mistake():
@@ -118,7 +119,7 @@ def test_a_draft_takes_no_block_that_another_needs_for_its_next_token():
     driver.sequences["a", 0].draft = Draft((1, 1, 1, 1))
     plan = driver.scheduler.plan(0.0)
     assert chunks(plan) == [("a", 9, 1), ("b", 8, 1)]
-    assert driver.scheduler.counters.num_preemptions == 0
+    assert driver.queues.counters.num_preemptions == 0
 
 
 def test_what_nobody_behind_can_take_goes_to_the_first_prompt():

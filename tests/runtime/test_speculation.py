@@ -333,14 +333,14 @@ def test_nobody_is_preempted_for_a_draft():
 
     def on_step(number):
         if number == 2:
-            driver.scheduler.stop(long, "abort")
+            driver.queues.stop(long, "abort")
 
     def propose(seq):
         # 9 tokens fill the pool; 2 more would need another block.
         return Draft((0,) * (9 if seq is long else 2))
 
     driver.run(propose=propose, on_step=on_step)
-    assert driver.scheduler.counters.num_preemptions == 0
+    assert driver.queues.counters.num_preemptions == 0
     assert [[c.num_draft for c in p.chunks] for p in driver.plans[:3]] == [[0, 0], [9, 0], [1]]
 
 

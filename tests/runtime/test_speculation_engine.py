@@ -156,8 +156,8 @@ async def test_aborts_while_a_draft_is_made_leave_nothing_behind():
             truth = expected_tokens(request)
             assert 0 < len(tokens) < len(truth) and tokens == truth[: len(tokens)]
         assert not tickets
-        blocks = engine.scheduler.blocks
-        assert not engine.scheduler.running and blocks.num_free == blocks.num_blocks
+        blocks = engine.queues.blocks
+        assert not engine.queues.running and blocks.num_free == blocks.num_blocks
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -83,7 +83,7 @@ def run_world(data, drafter, rng, executor=ToyExecutor):
                 for i in range(request.params.n):
                     seq = driver.sequences.get((request.id, i))
                     if seq is not None:
-                        driver.scheduler.stop(seq, "abort")
+                        driver.queues.stop(seq, "abort")
 
     propose = Proposing(drafter, rng)
     while True:
@@ -97,7 +97,7 @@ def run_world(data, drafter, rng, executor=ToyExecutor):
             got = driver.tokens(request.id, i)
             assert got == (truth[: len(got)] if request.id in aborted else truth), (request, i)
     assert driver.blocks.num_free == world["num_blocks"]
-    c = driver.scheduler.counters
+    c = driver.queues.counters
     assert sum(c.spec_accepted_per_pos) == c.spec_num_accepted_tokens <= c.spec_num_draft_tokens
     delivered = sum(len(e.tokens) for events in driver.events.values() for e in events)
     assert c.spec_num_accepted_tokens <= delivered
@@ -141,7 +141,7 @@ def test_the_prefix_cache_holds_the_same_after_drafts(block_size):
             driver.run(propose=propose)
             text = list(seq.tokens)
             found.append((seq.num_cached, text))
-        c = driver.scheduler.counters
+        c = driver.queues.counters
         counts = (c.prefix_queries, c.prefix_hits, c.prompt_tokens, c.prompt_tokens_cached)
         return found, counts, driver.blocks.num_cached, c
 

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.commit import commit
 from xylite.runtime.plan import Plan
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Limits, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import Step, StepResult
@@ -59,10 +61,11 @@ def test_decodes_have_the_tables_of_any_chunks(monkeypatch):
         return decodes(self, plan)
 
     monkeypatch.setattr(Tabulator, "_decodes", counted)
-    scheduler = Scheduler(KVBlocks(30, 8), budget=24, max_num_seqs=6, max_queued=999)
+    queues = Queues(KVBlocks(30, 8), max_num_seqs=6, max_queued=999)
+    scheduler = Scheduler(queues, budget=24)
     one, other = (Tabulator(6, 25, 8) for _ in range(2))
     now, num, flight = 0.0, 0, None
-    while num < 40 or scheduler.num_unfinished or flight is not None:
+    while num < 40 or queues.num_unfinished or flight is not None:
         now += 0.01
         if num < 40 and rng.random() < 0.15:
             num += 1
@@ -78,7 +81,7 @@ def test_decodes_have_the_tables_of_any_chunks(monkeypatch):
                 end_tokens=frozenset([9]),
                 default_seed=num,
             )
-            scheduler.add(request, now)
+            queues.add(request, now)
         ahead = flight is not None and rng.random() < 0.7
         following = scheduler.plan(now, ahead=True) if ahead else None
         step = None if following is None else tabulated_both_ways(following, one, other)
@@ -86,7 +89,7 @@ def test_decodes_have_the_tables_of_any_chunks(monkeypatch):
             plan, made = flight
             ids = np.array([rng.randrange(10, 50) for _ in made.table.logit_rows], np.int32)
             ones = np.ones(len(plan.chunks), np.bool_)
-            scheduler.commit(plan, StepResult(ids, np.ones(len(ids), np.bool_), ones, None, None))
+            commit(queues, plan, StepResult(ids, np.ones(len(ids), np.bool_), ones, None, None))
         if following is None or step is None:
             following = scheduler.plan(now)
             step = None if following is None else tabulated_both_ways(following, one, other)

@@ -8,6 +8,7 @@ from tests.runtime.driver import Driver
 from tests.runtime.test_engine import ask, read, toy_engine
 from tests.toy import expected_tokens, toy_request
 from xylite.errors import EngineError
+from xylite.runtime.commit import fail
 from xylite.runtime.request import SamplingParams
 from xylite.runtime.trials import MAX_FAILURES
 
@@ -67,7 +68,7 @@ async def test_only_the_requests_whose_data_fail_iterations_end(fault, bad, asyn
         assert len(bad) <= len(failed) <= 5 * len(bad)
         await engine._idle.wait()
         assert engine.state == "ready"
-        assert engine.scheduler.blocks.num_free == 40
+        assert engine.queues.blocks.num_free == 40
 
 
 async def test_a_fault_that_does_not_come_again_is_nobodys():
@@ -88,14 +89,14 @@ def test_who_is_left_of_a_failed_iteration_is_not_guilty_for_that():
     (culprit,) = driver.add(gone)
     plan, _ = driver.plan()
     assert len(plan.chunks) == 2
-    driver.scheduler.stop(culprit, "abort")
-    assert driver.scheduler.fail(plan, EngineError("x")) == []
+    driver.queues.stop(culprit, "abort")
+    assert fail(driver.queues, plan, EngineError("x")) == []
     driver.check()
     driver.run()
     assert driver.tokens("left") == expected_tokens(left)
     (alone,) = driver.add(toy_request("alone", [5], greedy))
     plan, _ = driver.plan()
-    assert [s for s, _ in driver.scheduler.fail(plan, EngineError("x"))] == [alone]
+    assert [s for s, _ in fail(driver.queues, plan, EngineError("x"))] == [alone]
 
 
 async def test_requests_that_fail_one_after_the_other_do_not_end_the_engine():
@@ -108,7 +109,7 @@ async def test_requests_that_fail_one_after_the_other_do_not_end_the_engine():
         assert (await read(queue))[0] == expected_tokens(request)
         await engine._idle.wait()
         assert len(failed) == 12 and engine.state == "ready"
-        assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+        assert engine.queues.blocks.num_free == engine.queues.blocks.num_blocks
 
 
 async def test_a_fault_that_needs_two_requests_comes_to_an_end():

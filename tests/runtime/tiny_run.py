@@ -11,10 +11,12 @@ from tests.models import tiny
 from xylite import models, ops
 from xylite.models import layers, weights
 from xylite.runtime.blocks import KVBlocks
+from xylite.runtime.commit import commit
 from xylite.runtime.drafters import Proposer
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
 from xylite.runtime.masks import fill_masks
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Limits, Request, SamplingParams, TokenEvent, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.token_table import Tabulator
@@ -64,7 +66,7 @@ class Run:
     """What came of some requests.
 
     events    by (request id, index)
-    counters  the scheduler's
+    counters  of the queues
     """
 
     def __init__(self) -> None:
@@ -95,26 +97,25 @@ def run(
     max_num_seqs: int = 8,
     seed: int = 0,
     target: Executor | None = None,
-    after_step: Callable[[Scheduler], None] = lambda scheduler: None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Run:
     """All requests to their end, two arriving at each iteration.
 
     target  what runs them; by default the model of `seed`
     """
     blocks = KVBlocks(num_blocks, BLOCK)
-    scheduler = Scheduler(
-        blocks, budget=budget, max_num_seqs=max_num_seqs, max_queued=9999, max_draft=max_draft
-    )
+    queues = Queues(blocks, max_num_seqs=max_num_seqs, max_queued=9999)
+    scheduler = Scheduler(queues, budget=budget, max_draft=max_draft)
     tabulator = Tabulator(max_num_seqs, num_blocks, BLOCK)
     target = target or executor(seed, num_blocks, max_num_seqs)
     rng = random.Random(1)
     out = Run()
     left = list(requests)
     now = 0.0
-    while left or scheduler.num_unfinished:
+    while left or queues.num_unfinished:
         now += 0.01
         for r in left[:2]:
-            for seq in scheduler.add(r, now):
+            for seq in queues.add(r, now):
                 out.events[r.id, seq.index] = []
         left = left[2:]
         plan = scheduler.plan(now)
@@ -124,17 +125,17 @@ def run(
         mask = np.zeros((step.num_mask_rows, WORDS), np.int32)
         fill_masks(plan, mask)
         result = target.run(step, mask if step.num_mask_rows else None)
-        for seq, event in scheduler.commit(plan, result):
+        for seq, event in commit(queues, plan, result):
             out.events[seq.request.id, seq.index].append(event)
             if event.finish_reason is not None and proposer is not None:
                 proposer.forget(seq)
-        blocks.check(scheduler.running)
-        after_step(scheduler)
+        blocks.check(queues.running)
+        after_step()
         if proposer is not None:
-            ready = [s for s in scheduler.running if s.remaining == 1]
+            ready = [s for s in queues.running if s.remaining == 1]
             wanted = [(s, min(proposer.expects(s), max_draft)) for s in ready]
             wanted = [(s, rng.randint(1, n)) for s, n in wanted if n]
             for (seq, _), draft in zip(wanted, proposer.propose(wanted), strict=True):
                 seq.draft = draft
-    out.counters = scheduler.counters
+    out.counters = queues.counters
     return out

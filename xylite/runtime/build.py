@@ -26,6 +26,7 @@ from xylite.runtime.budgets import Budgets
 from xylite.runtime.decomposition import Decomposition
 from xylite.runtime.drafters.draft_model import DraftParts
 from xylite.runtime.executor import Executor, Model
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Limits
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.token_table import Tabulator, TaskBuilder
@@ -135,11 +136,14 @@ def build(
         num_threads=config.num_threads or torch.get_num_threads(),
     )
     _say_what_was_chosen(config, resolved)
-    scheduler = Scheduler(
+    queues = Queues(
         KVBlocks(num_blocks, block_size, reuse=config.enable_prefix_caching),
-        budget=budgets.full,
         max_num_seqs=config.max_num_seqs,
         max_queued=resolved.max_num_queued_reqs or 0,
+    )
+    scheduler = Scheduler(
+        queues,
+        budget=budgets.full,
         max_draft=(drafting.num_speculative_tokens or 0) if drafting else 0,
         mixed_budget=budgets.mixed,
     )

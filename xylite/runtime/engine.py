@@ -15,6 +15,7 @@ import numpy as np
 
 from xylite.errors import Closed, EngineError, Overloaded
 from xylite.runtime.budgets import Budgets
+from xylite.runtime.commit import commit, fail
 from xylite.runtime.event_queue import Sink
 from xylite.runtime.interfaces import Drafter, Runner
 from xylite.runtime.masks import fill_masks
@@ -84,6 +85,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
+        self.queues = scheduler.queues
         self.tallies = Tallies()
         self.state = "ready"
         self.dead = asyncio.Event() if dead is None else dead
@@ -99,7 +101,7 @@ class Engine:
         self._clock = clock
         self._wake = asyncio.Event()
         self.tickets = Tickets(
-            scheduler,
+            self.queues,
             self.tallies,
             [] if observers is None else observers,
             forget=self._forget,
@@ -125,7 +127,7 @@ class Engine:
         if self.state != "ready":
             raise EngineError("the engine has stopped", code="engine_dead")
         try:
-            self.scheduler.require_room(n)
+            self.queues.require_room(n)
         except Overloaded as e:
             self.tallies.rejections["max_num_queued_reqs"] += 1
             e.retry_after_s = self._drain_estimate_s()
@@ -144,12 +146,12 @@ class Engine:
         Waiting prompts are matched only when they are planned, so as much of them is taken to be in
         the prefix tree already as of those before.
         """
-        counters = self.scheduler.counters
+        counters = self.queues.counters
         done = counters.step_tokens
         if not done or not self.tallies.step_seconds:
             return 1.0
         fresh = 1 - counters.prefix_hits / max(counters.prefix_queries, 1)
-        ahead = fresh * sum(s.remaining for s in self.scheduler.waiting) + 64
+        ahead = fresh * sum(s.remaining for s in self.queues.waiting) + 64
         return min(max(ahead * self.tallies.step_seconds / done, 1.0), 60.0)
 
     async def drain(self, timeout_s: float) -> None:
@@ -186,7 +188,7 @@ class Engine:
             if flight is None:
                 flight = self._launch(ahead=False)
             if flight is None:
-                if not self.scheduler.num_unfinished:
+                if not self.queues.num_unfinished:
                     self._idle.set()
                     if self.state in ("closed", "dead"):
                         return
@@ -204,7 +206,7 @@ class Engine:
                     return
                 continue
             self._failed_in_a_row = 0
-            self.tickets.deliver(self.scheduler.commit(flight.plan, result))
+            self.tickets.deliver(commit(self.queues, flight.plan, result))
             await self._draft(flight, following)
             if following is not None and following.result is None:
                 self._submit_sampling(following)
@@ -215,7 +217,7 @@ class Engine:
         self._wake.clear()
         loop = asyncio.get_running_loop()
         while self._chores is not None and not self._wake.is_set():
-            if self.scheduler.num_unfinished:  # who waits may have rows, which rehearsals use
+            if self.queues.num_unfinished:  # who waits may have rows, which rehearsals use
                 break
             try:
                 chore = loop.run_in_executor(self._device_thread, next, self._chores, self)
@@ -332,7 +334,7 @@ class Engine:
         _log.error("iteration %d failed", flight.plan.number, exc_info=cause)
         error = EngineError("the model failed on this request's iteration", code="step_failed")
         ahead = None if following is None else following.plan
-        self.tickets.deliver(self.scheduler.fail(flight.plan, error, ahead))
+        self.tickets.deliver(fail(self.queues, flight.plan, error, ahead))
         if following is not None:
             vain = following.result
             if vain is None and following.forwarded is not None:
@@ -384,7 +386,7 @@ class Engine:
             gap = flight.gap if self._async_scheduling else 0.0
             drafter.observe(flight.plan, flight.seconds, gap)
             if following is None:
-                running = self.scheduler.running
+                running = self.queues.running
                 ready = [s for s in running if s.remaining == 1 and s.finish is None]
                 async with asyncio.timeout(self._watchdog_s):
                     await drafter.propose(
@@ -413,4 +415,4 @@ class Engine:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters and gauges now."""
-        return snapshot(self.scheduler, self.tallies)
+        return snapshot(self.queues, self.tallies)

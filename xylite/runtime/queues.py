@@ -77,6 +77,13 @@ class Queues:
         self.waiting += new
         return new
 
+    def admit(self, seq: Sequence) -> None:
+        """Give a waiting sequence a row; there is one."""
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.row = self.free_rows.pop()
+        self.blocks.attach(seq)
+
     def stop(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence now, whatever it is doing; its blocks come back when no step uses them."""
         if seq.finish is None:

@@ -12,15 +12,10 @@ No clock, no randomness, no I/O: `now` is passed in, so a run can be replayed ex
 
 from collections.abc import Collection
 
-from xylite.errors import XyliteError
-from xylite.runtime import commit
-from xylite.runtime.blocks import KVBlocks
-from xylite.runtime.commit import Outcome
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.queues import Queues
 from xylite.runtime.request import Draft, Request, SamplingParams
 from xylite.runtime.sequence import Sequence
-from xylite.runtime.step import StepResult
 
 AGEING_S = 10.0  # waiting this long is worth one level of priority
 NO_PASSING_S = 5.0  # a request that waited this long for memory is not passed by others
@@ -30,27 +25,25 @@ MAX_TRIES = 8  # waiting requests that are tried for memory in one iteration
 LONG_SHARE = 4  # a prompt longer than the budget leaves 1/LONG_SHARE of it to those behind
 
 
-class Scheduler(Queues):
-    """The queues, and the plan of each iteration.
+class Scheduler:
+    """Plans iterations from the sequences there are.
 
+    queues        those sequences, and the blocks they take
     budget        tokens per iteration
-    max_num_seqs  sequences that run at once (rows)
-    max_queued    sequences that may wait beyond them
     max_draft     longest draft, for the decode reserve
     mixed_budget  tokens of an iteration that decodes share with prompts; None = budget
     """
 
     def __init__(
         self,
-        blocks: KVBlocks,
+        queues: Queues,
         *,
         budget: int,
-        max_num_seqs: int,
-        max_queued: int,
         max_draft: int = 0,
         mixed_budget: int | None = None,
     ):
-        super().__init__(blocks, max_num_seqs=max_num_seqs, max_queued=max_queued)
+        self.queues = queues
+        self._blocks = queues.blocks
         self.set_budgets(budget, mixed_budget)
         self.max_draft = max_draft
         self._number = 0
@@ -72,34 +65,34 @@ class Scheduler(Queues):
         ahead: another iteration is in flight. Nobody is preempted then, and sequences that are
         known to end with it are left out.
         """
-        while (group := self.trials.current()) is not None:
+        while (group := self.queues.trials.current()) is not None:
             if ahead:  # if this one fails, it shall be for one reason only
                 return None
             plan = self._plan_some(now, False, group)
             if plan is not None:
                 return plan
-            outsiders = [s for s in self.running if s not in group and not s.num_inflight]
+            outsiders = [s for s in self.queues.running if s not in group and not s.num_inflight]
             if not outsiders:
-                self.trials.drop()
+                self.queues.trials.drop()
             for seq in outsiders:
-                self.preempt(seq)
+                self.queues.preempt(seq)
         return self._plan_some(now, ahead)
 
     def _plan_some(
         self, now: float, ahead: bool, only: Collection[Sequence] | None = None
     ) -> Plan | None:
         while True:
-            before = self.counters.num_preemptions
+            before = self.queues.counters.num_preemptions
             plan = self._plan(now, ahead, only)
             # A sequence that gave way to none but itself leaves room for others.
-            if plan is not None or self.counters.num_preemptions == before:
+            if plan is not None or self.queues.counters.num_preemptions == before:
                 return plan
 
     def _plan(self, now: float, ahead: bool, only: Collection[Sequence] | None) -> Plan | None:
         plan = Plan(self._number, [], [], [], [])
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        for seq in self.running:
+        for seq in self.queues.running:
             left = seq.remaining
             if left <= 0 or seq.finish is not None or (only is not None and seq not in only):
                 continue
@@ -107,11 +100,11 @@ class Scheduler(Queues):
                 prefills.append(seq)
             elif not (seq.num_pending and seq.num_output + 1 >= seq.request.max_tokens):
                 decodes.append(seq)
-        if self.free_rows:
-            prefills += [s for s in self.waiting if only is None or s in only]
+        if self.queues.free_rows:
+            prefills += [s for s in self.queues.waiting if only is None or s in only]
         prefills.sort(key=lambda s: self._rank(s, now))
         share = self._decode_share(decodes, prefills)
-        if len(decodes) > min(share, self.blocks.num_free):
+        if len(decodes) > min(share, self._blocks.num_free):
             decodes.sort(key=lambda s: (s.last_step, self._rank(s, now)))
         used = self._plan_decodes(plan, decodes, share, now, ahead)
         if used is None:
@@ -126,11 +119,11 @@ class Scheduler(Queues):
             seq = chunk.seq
             seq.num_inflight += 1
             seq.last_step = plan.number
-            self.blocks.publish(seq, plan.number)
-        plan.zero = self.blocks.taken_to_zero()
+            self._blocks.publish(seq, plan.number)
+        plan.zero = self._blocks.taken_to_zero()
         self._number += 1
-        self.counters.num_steps += 1
-        self.counters.step_tokens += plan.num_tokens
+        self.queues.counters.num_steps += 1
+        self.queues.counters.step_tokens += plan.num_tokens
         return plan
 
     def _decode_share(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
@@ -138,7 +131,7 @@ class Scheduler(Queues):
         demand = sum(1 + (len(s.draft) if s.draft else 0) for s in decodes)
         if self.budget == 1 and decodes and prefills:
             return self._number % 2  # no room for both: by turns
-        reserve = min(self.max_num_seqs * (1 + self.max_draft), (self.budget + 1) // 2)
+        reserve = min(self.queues.max_num_seqs * (1 + self.max_draft), (self.budget + 1) // 2)
         prefill_demand = 0
         for seq in prefills:
             prefill_demand += seq.remaining
@@ -178,7 +171,7 @@ class Scheduler(Queues):
                 continue
             draft = self._cut_draft(seq, spare)
             num = 1 + (len(draft) if draft else 0)
-            free = self.blocks.num_free - needed
+            free = self._blocks.num_free - needed
             if draft is not None and self._missing(seq, seq.num_planned + num) > free:
                 draft, num = None, 1  # nobody is preempted for the sake of a draft
             while not self._reserve(seq, seq.num_planned + num):
@@ -209,25 +202,25 @@ class Scheduler(Queues):
     def _make_room(self, seq: Sequence, plan: Plan, now: float) -> bool:
         """Preempt who is to be served last; False if that is `seq` or there is none."""
         planned = {id(c.seq) for c in plan.chunks}
-        candidates = [s for s in self.running if id(s) not in planned and not s.num_inflight]
+        candidates = [s for s in self.queues.running if id(s) not in planned and not s.num_inflight]
         victim = max(candidates, key=lambda s: self._rank(s, now), default=seq)
         if victim is not seq:
-            self.preempt(victim)
+            self.queues.preempt(victim)
             return True
-        if len(self.running) > 1:
-            self.preempt(seq)
+        if len(self.queues.running) > 1:
+            self.queues.preempt(seq)
         return False
 
     def _missing(self, seq: Sequence, length: int) -> int:
         """Blocks that the sequence lacks for `length` tokens."""
-        return max(0, -(-length // self.blocks.block_size) - len(seq.blocks))
+        return max(0, -(-length // self._blocks.block_size) - len(seq.blocks))
 
     def _reserve(self, seq: Sequence, length: int) -> bool:
         """Blocks for `length` tokens; False if there are not enough."""
         missing = self._missing(seq, length)
         if not missing:
             return True
-        taken = self.blocks.take(missing)
+        taken = self._blocks.take(missing)
         if taken is None:
             return False
         seq.blocks += taken
@@ -254,7 +247,10 @@ class Scheduler(Queues):
         """Chunks of prompts, and of sequences that compute again after a preemption."""
         full = budget
         curbed: Chunk | None = None
-        claimed = sum(map(self._claim, self.running)) if self.waiting and self.free_rows else 0
+        queues = self.queues
+        claimed = (
+            sum(map(self._claim, queues.running)) if queues.waiting and queues.free_rows else 0
+        )
         tries, matched = MAX_TRIES, 0
         for i, seq in enumerate(prefills):
             if budget <= 0 or (matched > MAX_MATCHED and plan.chunks):
@@ -287,7 +283,7 @@ class Scheduler(Queues):
                     del plan.copies[num_copies:]
                 continue
             self._append(plan, seq, num, None)
-            self.blocks.publish(seq, plan.number)
+            self._blocks.publish(seq, plan.number)
             claimed += self._claim(seq)
             budget -= num
             curbed = plan.chunks[-1] if is_curbed else curbed
@@ -301,13 +297,13 @@ class Scheduler(Queues):
         seq.num_planned = chunk.start
         want = self._whole_blocks(seq, min(chunk.num + budget, seq.remaining), alone=False)
         self._append(plan, seq, self._fit(seq, max(want, chunk.num)), None)
-        self.blocks.publish(seq, plan.number)
+        self._blocks.publish(seq, plan.number)
 
     def _whole_blocks(self, seq: Sequence, num: int, *, alone: bool) -> int:
         """`num` cut to a block's end where that costs little: others can use whole blocks only."""
         if num >= seq.remaining:
             return num
-        size = self.blocks.block_size
+        size = self._blocks.block_size
         whole = (seq.num_planned + num) // size * size - seq.num_planned
         worth = whole > 0 and (num - whole) * (8 if alone else 2) <= num
         return whole if worth else num
@@ -315,14 +311,14 @@ class Scheduler(Queues):
     def _leaves_to_others(self, seq: Sequence, num: int) -> bool:
         """`num` tokens do not fill the sequence's next block, and others on its path, one of whom
         was planned before it, are about to compute the same block."""
-        fills = num >= min(seq.remaining, self.blocks.block_size)
-        return not fills and self.blocks.is_shared(seq)
+        fills = num >= min(seq.remaining, self._blocks.block_size)
+        return not fills and self._blocks.is_shared(seq)
 
     def _fit(self, seq: Sequence, num: int) -> int:
         """`num` cut to the blocks there are, which are taken."""
         end = seq.num_planned + num
         if not self._reserve(seq, end):
-            end = min(end, (len(seq.blocks) + self.blocks.num_free) * self.blocks.block_size)
+            end = min(end, (len(seq.blocks) + self._blocks.num_free) * self._blocks.block_size)
             if end <= seq.num_planned or not self._reserve(seq, end):
                 return 0
         return end - seq.num_planned
@@ -336,19 +332,16 @@ class Scheduler(Queues):
     def _admit(self, plan: Plan, seq: Sequence, claimed: int) -> bool:
         """Give a waiting sequence a row if its tokens so far can be expected to fit beside the
         blocks that running ones have claimed."""
-        if not self.free_rows:
+        if not self.queues.free_rows:
             return False
-        if self.running:
-            free = self.blocks.num_free
-            need = -(-len(seq.tokens) // self.blocks.block_size) + 1 + claimed
+        if self.queues.running:
+            free = self._blocks.num_free
+            need = -(-len(seq.tokens) // self._blocks.block_size) + 1 + claimed
             if need > free and not seq.wants_prompt_logprobs:  # they share no blocks
-                need -= self.blocks.held(seq)
+                need -= self._blocks.held(seq)
             if need > free:
                 return False
-        self.waiting.remove(seq)
-        self.running.append(seq)
-        seq.row = self.free_rows.pop()
-        self.blocks.attach(seq)
+        self.queues.admit(seq)
         plan.admitted.append(seq)
         return True
 
@@ -356,8 +349,8 @@ class Scheduler(Queues):
         """Share or copy what the prefix tree holds of the tokens to come."""
         before = seq.num_planned
         if not seq.wants_prompt_logprobs:
-            self.blocks.extend(seq)
-            copy = self.blocks.partial(seq)
+            self._blocks.extend(seq)
+            copy = self._blocks.partial(seq)
             if copy is not None:
                 plan.copies.append(copy)
         saved = seq.num_planned - before
@@ -365,29 +358,27 @@ class Scheduler(Queues):
             return  # what it finds again is its own
         if seq.num_cached < 0:
             seq.num_cached = 0
-            self.counters.prefix_queries += seq.num_prompt
-            self.counters.prompt_tokens += seq.num_prompt
+            self.queues.counters.prefix_queries += seq.num_prompt
+            self.queues.counters.prompt_tokens += seq.num_prompt
         seq.num_cached += saved
-        self.counters.prefix_hits += saved
-        self.counters.prompt_tokens_cached += saved
+        self.queues.counters.prefix_hits += saved
+        self.queues.counters.prompt_tokens_cached += saved
 
     def probe(self, now: float) -> Plan | None:
         """An iteration of one token that nobody asked for, to see whether the device can run any;
         None if there is no room for it. Not to be committed: see `end_probe`."""
-        block = self.blocks.take(1) if self.free_rows else None
-        if block is None:
+        if not self.queues.free_rows or not self._blocks.num_free:
             return None
         params = SamplingParams(max_tokens=1, temperature=0.0)
         request = Request(
             id="probe", prompt=(0,), params=params, max_tokens=1, end_tokens=frozenset(), seed=0
         )
         seq = Sequence(request, 0, now)
-        seq.row = self.free_rows.pop()
-        self.blocks.attach(seq)
-        seq.blocks += block
-        plan = Plan(self._number, [], [], self.blocks.taken_to_zero(), [seq])
+        self.queues.waiting.append(seq)
+        self.queues.admit(seq)
+        self._reserve(seq, 1)
+        plan = Plan(self._number, [], [], self._blocks.taken_to_zero(), [seq])
         self._append(plan, seq, 1, None)
-        self.running.append(seq)
         seq.num_inflight, seq.finish = 1, "stop"
         self._number += 1
         return plan
@@ -397,13 +388,4 @@ class Scheduler(Queues):
         (chunk,) = plan.chunks
         chunk.seq.num_inflight = 0
         chunk.seq.poisoned = True
-        self.leave(chunk.seq)
-
-    def commit(self, plan: Plan, result: StepResult) -> list[Outcome]:
-        """Enter what an iteration produced; the events for the clients, in chunk order."""
-        return commit.commit(self, plan, result)
-
-    def fail(self, plan: Plan, error: XyliteError, ahead: Plan | None = None) -> list[Outcome]:
-        """An iteration raised: a sequence that was alone in it ends with `error`, several are put
-        on trial and start over, as does the rest of `ahead`, whose result is to be ignored."""
-        return commit.fail(self, plan, error, ahead)
+        self.queues.leave(chunk.seq)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xylite.runtime import task_table
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import FinishReason
-from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import TaskTable
 
 _SEVERITY = {"error": 3, "abort": 2, "length": 1, "stop": 0}
@@ -82,7 +82,7 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Tallies:
-    """What the engine loop counts beside the scheduler's counters.
+    """What the engine loop counts beside the queues' counters.
 
     generation_tokens  tokens delivered to clients: what usage adds up to
     iterations         committed iterations by their number of tokens
@@ -99,14 +99,14 @@ class Tallies:
     tasks: tuple[TaskTable, ...] = ()
 
 
-def snapshot(scheduler: Scheduler, tallies: Tallies) -> dict[str, Any]:
+def snapshot(queues: Queues, tallies: Tallies) -> dict[str, Any]:
     """Counters and gauges now."""
-    blocks, c = scheduler.blocks, scheduler.counters
+    blocks, c = queues.blocks, queues.counters
     used = blocks.num_blocks - blocks.num_free
-    running = sum(s.finish is None for s in scheduler.running)
+    running = sum(s.finish is None for s in queues.running)
     return {
         "num_running": running,
-        "num_waiting": len(scheduler.waiting),
+        "num_waiting": len(queues.waiting),
         "kv_usage": used / blocks.num_blocks,
         "num_blocks": blocks.num_blocks,
         "num_free_blocks": blocks.num_free,

@@ -14,6 +14,7 @@ from xylite.config import EngineConfig
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.budgets import MIN_BUDGET, Budgets, Pace
 from xylite.runtime.executor import Executor
+from xylite.runtime.queues import Queues
 from xylite.runtime.request import Limits, Request, SamplingParams, make_request
 from xylite.runtime.scheduler import Scheduler
 from xylite.runtime.step import Step
@@ -87,14 +88,10 @@ class TrialRuns:
 
     def _step(self, n: int) -> Step:
         """The prefill of a prompt of n tokens in the first blocks, whoever they belong to."""
-        scheduler = Scheduler(
-            KVBlocks(-(-n // self.block_size), self.block_size, reuse=False),
-            budget=n,
-            max_num_seqs=1,
-            max_queued=0,
-        )
-        scheduler.add(self._request(n), 0.0)
-        plan = scheduler.plan(0.0)
+        blocks = KVBlocks(-(-n // self.block_size), self.block_size, reuse=False)
+        queues = Queues(blocks, max_num_seqs=1, max_queued=0)
+        queues.add(self._request(n), 0.0)
+        plan = Scheduler(queues, budget=n).plan(0.0)
         assert plan is not None
         return self.tabulator.build(plan)
 

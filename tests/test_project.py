@@ -19,6 +19,7 @@ import xylite
 from bench.compare import render
 from tests.http.fake_engine import FakeEngine
 from tests.write_readme import README, with_settings
+from xylite import models
 from xylite.http import make_app
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +54,11 @@ def test_every_route_is_in_the_table_of_endpoints():
         if isinstance(resource, web.Resource)
     }
     assert routes == written
+
+
+def test_every_family_of_models_is_named_in_the_readme():
+    start = TEXT[TEXT.index("## Start") : TEXT.index("## Use it as a server")]
+    assert [name for name in models.families() if f"`{name}`" not in start] == []
 
 
 def test_modules_files_and_links_in_the_readme_exist():

@@ -77,3 +77,17 @@ async def test_root_answers_json() -> None:
 def test_a_text_is_not_taken_for_a_list_of_its_letters(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: expected array, got str"):
         make_app(FakeEngine(), ServerConfig(**{name: "secret"}))
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "There is nothing at '/chat/completions'; OpenAI's API is below /v1"),
+        ("/v1/embeddings", "There is nothing at '/v1/embeddings'"),
+        ("/" + "x" * 5000, "There is nothing at '/" + "x" * 99 + "'; OpenAI's API is below /v1"),
+    ],
+)
+async def test_a_path_without_anything_is_named(path: str, said: str) -> None:
+    async with TestClient(TestServer(make_app(FakeEngine()))) as client:
+        error = await error_of(await client.post(path, json={}), 404)
+    assert (error["message"], error["code"]) == (said, "not_found")

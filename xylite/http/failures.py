@@ -78,7 +78,10 @@ def _of_http(e: web.HTTPException, request: web.Request) -> XyliteError:
     """aiohttp's own refusals, in our words."""
     match e.status:
         case 404:
-            return HttpError(404, "There is nothing at this path", code="not_found")
+            # Clients are often given the server's URL without /v1.
+            hint = "" if "/v1" in request.path else "; OpenAI's API is below /v1"
+            where = request.path[:MAX_PARAM]
+            return HttpError(404, f"There is nothing at {where!r}{hint}", code="not_found")
         case 405:
             return HttpError(405, "This path does not take this method", code="method_not_allowed")
         case 413:

@@ -67,6 +67,20 @@ def open_checkpoint(
     """
     if not path:  # as a path that would be the directory we are in
         raise ConfigError("model is empty", param="model")
+    try:
+        made = _open(path, with_weights)
+    except OSError as e:  # of a directory that may not be looked into, or a name that is too long
+        raise ConfigError(f"model {path!r}: {file_reason(e)}", param="model") from None
+    if tokenizer_dir is None:
+        return made
+    texts = Path(tokenizer_dir)
+    if not _is_there(texts / "tokenizer.json"):
+        raise ConfigError(f"{texts}: holds no tokenizer.json", param="tokenizer")
+    return _with_tokenizer(made, texts)
+
+
+def _open(path: str, with_weights: bool) -> Checkpoint:
+    """The model at `path` with its own tokenizer; OSError where the file system refuses."""
     found = _demo() if path == DEMO else Path(path)
     if not found.exists():
         raise ConfigError(
@@ -79,23 +93,16 @@ def open_checkpoint(
         if len(files) == 1:
             found = files[0]
     if found.is_dir():
-        made = _open_directory(found, with_weights)
-    elif found.suffix == ".gguf":
-        made = _open_gguf(found)
-    elif found.suffix in PICKLES:
+        return _open_directory(found, with_weights)
+    if found.suffix == ".gguf":
+        return _open_gguf(found)
+    if found.suffix in PICKLES:
         raise _pickle(found)
-    else:
-        raise ConfigError(
-            f"model {path!r}: a single file must be a .gguf file; of safetensors, give the "
-            "directory that holds config.json",
-            param="model",
-        )
-    if tokenizer_dir is None:
-        return made
-    texts = Path(tokenizer_dir)
-    if not _is_there(texts / "tokenizer.json"):
-        raise ConfigError(f"{texts}: holds no tokenizer.json", param="tokenizer")
-    return _with_tokenizer(made, texts)
+    raise ConfigError(
+        f"model {path!r}: a single file must be a .gguf file; of safetensors, give the "
+        "directory that holds config.json",
+        param="model",
+    )
 
 
 def _demo() -> Path:

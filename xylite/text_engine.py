@@ -132,8 +132,9 @@ class TextEngine:
         pools, self._threads = self._threads, []
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
-            if self.state != "dead":
-                await asyncio.to_thread(pool.shutdown)
+        if pools and self.state != "dead":
+            # At once, and by one thread: meanwhile the loop may be told to start no others.
+            await asyncio.to_thread(lambda: [pool.shutdown() for pool in pools])
 
     def _open(self) -> Checkpoint:
         """Read everything but the weights."""

@@ -24,6 +24,32 @@ print(llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=2, temperature=0.0))[
 """
 
 
+# Ctrl-C while the model loads, which ends when the loop is already being closed.
+INTERRUPTED = """
+import signal, threading
+from xylite import LLM
+from xylite.runtime import build
+from xylite.text_engine import TextEngine
+closing, stop, calls = threading.Event(), TextEngine._stop_threads, []
+
+def load(*_):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    closing.wait()
+
+async def stop_threads(engine):
+    calls.append(engine)
+    if len(calls) == 2:
+        closing.set()
+    await stop(engine)
+
+build.build, TextEngine._stop_threads = load, stop_threads
+try:
+    LLM("demo")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
 def own_threads():
     """Threads that a model has started (tqdm has one of its own, for all)."""
     return [t for t in threading.enumerate() if t.name.startswith(("xylite", "asyncio"))]
@@ -35,6 +61,12 @@ def test_a_script_that_never_closes_its_model_ends_quietly():
     said = [x for x in done.stderr.splitlines() if not x.startswith("Executing")]  # slow on purpose
     assert (done.returncode, said) == (0, [])
     assert done.stdout.strip() == "4"
+
+
+def test_ctrl_c_while_the_model_loads_ends_quietly():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
 def test_a_model_that_nobody_holds_any_more_is_freed():

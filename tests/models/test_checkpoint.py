@@ -1,5 +1,6 @@
 """Opening checkpoints: what is found, and one clear error for every directory of no use."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -119,6 +120,29 @@ def test_a_directory_that_cannot_be_used_gives_one_error(case, tmp_path):
 def test_no_path_is_not_the_current_directory() -> None:
     with pytest.raises(ConfigError, match="model is empty"):
         open_checkpoint("")
+
+
+def test_a_name_that_is_too_long_is_said_so() -> None:
+    with pytest.raises(ConfigError, match="^model 'aaa.*': cannot be read: File name too long$"):
+        open_checkpoint("a" * 5000)
+
+
+@pytest.mark.parametrize("method", ["stat", "iterdir"])
+def test_a_directory_that_may_not_be_looked_into_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    folder = directory(tmp_path)  # without weights: those that are there are looked for
+    real = getattr(Path, method)
+
+    def refused(path: Path, **options: Any) -> Any:
+        if path == folder / "config.json" or method == "iterdir":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(ConfigError) as e:
+        open_checkpoint(str(folder))
+    assert e.value.message == f"model {str(folder)!r}: cannot be read: Permission denied"
 
 
 TEXTS_OF_A_MODEL = (

@@ -209,3 +209,16 @@ async def test_a_request_cancelled_half_way_takes_back_what_it_queued():
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert num_queued(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(".", "my"), ("./", "my"), ("..", "models"), ("../my", "my"), ("/a/b.gguf", "b"), ("/", "/")],
+)
+def test_a_model_has_its_folders_name_however_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    folder = tmp_path / "models" / "my"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert TextEngine(EngineConfig(model=model)).model_names == (name,)

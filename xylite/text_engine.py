@@ -338,7 +338,10 @@ class TextEngine:
 
 def _model_name(config: EngineConfig) -> str:
     """The name a model is served under if none is given: its folder's or file's, no path."""
-    return Path(config.model).name.removesuffix(".gguf") or config.model
+    path = Path(config.model)
+    if path.name in ("", ".."):  # such as "."
+        path = path.resolve()
+    return path.name.removesuffix(".gguf") or config.model
 
 
 def _read_template(path: str) -> str:

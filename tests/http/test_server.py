@@ -267,15 +267,43 @@ async def test_bad_certificates_are_clear_errors(tmp_path: Path) -> None:
         assert "Errno" not in str(raised.value)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing makes a certificate here")
-async def test_tls(tmp_path: Path) -> None:
-    files = [str(tmp_path / name) for name in ("key", "cert")]
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="nothing makes a certificate here"
+)
+
+
+def make_certificate(tmp_path: Path, *options: str) -> tuple[str, str]:
+    """Files of a key and of a certificate."""
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "cert")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + ["-nodes", "-subj", "/CN=localhost", "-keyout", files[0], "-out", files[1]],
+        + [*options, "-subj", "/CN=localhost", "-keyout", key, "-out", certificate],
         capture_output=True,
         check=True,
     )
+    return key, certificate
+
+
+@needs_openssl
+@pytest.mark.parametrize("name", ["ssl_keyfile", "ssl_certfile"])
+async def test_an_encrypted_key_is_a_clear_error_and_nobody_is_asked_for_the_pass_phrase(
+    tmp_path: Path, name: str
+) -> None:
+    key, certificate = make_certificate(tmp_path, "-passout", "pass:secret")
+    config = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    if name == "ssl_certfile":
+        both = tmp_path / "both"
+        both.write_text(Path(key).read_text() + Path(certificate).read_text())
+        config = {"ssl_certfile": str(both)}
+    with pytest.raises(ConfigError, match=f"^{name} {config[name]}: the key is encrypted") as e:
+        async with serving(FakeEngine(), **config):
+            pass
+    assert e.value.param == name
+
+
+@needs_openssl
+async def test_tls(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path, "-nodes")
     config = {"ssl_keyfile": files[0], "ssl_certfile": files[1]}
     async with serving(FakeEngine(), **config) as (url, _), ClientSession() as client:
         assert url.startswith("https://127.0.0.1:")

@@ -247,8 +247,18 @@ def _tls(config: ServerConfig) -> ssl.SSLContext | None:
                     pass
         except OSError as e:
             raise ConfigError(f"{name} {path}: {file_reason(e)}", param=name) from None
+    name = "ssl_certfile" if config.ssl_keyfile is None else "ssl_keyfile"
+
+    def no_password() -> str:
+        raise ConfigError(
+            f"{name} {getattr(config, name)}: the key is encrypted, and nobody is there to give "
+            "its pass phrase; decrypt it with `openssl pkey -in FILE -out NEW_FILE`",
+            param=name,
+        )
+
     try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        # Without this, OpenSSL would ask for the pass phrase on the terminal.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, no_password)
     except ssl.SSLError as e:
         key = config.ssl_keyfile or "the same file"
         raise ConfigError(

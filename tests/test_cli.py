@@ -21,6 +21,9 @@ from tests.http.fake_engine import FakeEngine
 from tests.served import servers
 from xylite import cli, console
 from xylite.config import DRAFT_TOKENS, EngineConfig, ServerConfig
+from xylite.errors import RequestError
+from xylite.flags import settings
+from xylite.runtime.request import Limits, SamplingParams, check_params
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,11 +34,12 @@ import sys
 import threading
 from tests.http.fake_engine import FakeEngine
 from xylite import cli, text_engine
+from xylite.errors import ConfigError, RequestError
+from xylite.text.stop import check_stops
 
 class Engine(FakeEngine):
     def __init__(self, config):
         if config.model == "broken":
-            from xylite.errors import ConfigError
             raise ConfigError("model.safetensors: tensor lm_head.weight is missing")
         super().__init__()
         self.config = config
@@ -47,9 +51,14 @@ class Engine(FakeEngine):
     async def __aexit__(self, *exc):
         print("engine closed", file=sys.stderr)
     async def generate(self, prompt, params):
+        check_stops(params.stop)
+        if params.max_tokens == 2000:
+            raise RequestError("max_tokens is for another model", param="max_tokens")
         async for event in await self.submit(prompt, params):
             yield event
     async def render(self, messages, **options):
+        if self.config.model == "picky":
+            raise RequestError("this model has no chat template", param="messages")
         print("rendered", messages, file=sys.stderr)
         return [ord(c) for message in messages for c in message["content"]]
     def snapshot(self):
@@ -107,6 +116,22 @@ def test_version_and_help_go_to_stdout(run: Run):
         (["serve", "--trust-remote-code"], "never runs code that comes with a model"),
         (["serve", "--max-model-length", "3"], "did you mean --max-model-len?"),
         (["bench", "serve", "--goodput", "x"], "xylite bench serve: error: --goodput"),
+        (["bench", "serve", "--goodput", "ttft:nan"], "error: --goodput: ttft needs a number of"),
+        (["bench", "serve", "--temperature", "inf"], "--temperature: expected a number from 0 to"),
+        (
+            ["complete", "m", "x", "--temperature", "5"],
+            "xylite complete: error: --temperature: expected a number from 0 to 2, got '5'\n",
+        ),
+        (["complete", "m", "x", "--temperature", "inf"], "a number from 0 to 2, got 'inf'"),
+        (["complete", "m", "x", "--temperature=-1"], "a number from 0 to 2, got '-1'"),
+        (["complete", "m", "x", "--top-p", "2"], "a number above 0, at most 1, got '2'"),
+        (
+            ["complete", "m", "x", "--max-tokens", "0"],
+            "--max-tokens: expected a whole number from 1 to 2147483647, got '0'",
+        ),
+        (["complete", "m", "x", "--max-tokens", "9" * 30], "from 1 to 2147483647, got '999"),
+        (["complete", "m", "x", "--top-k=-2"], "from -1 to 2147483647, got '-2'"),
+        (["complete", "m", "x", "--top-k", "4G"], "from -1 to 2147483647, got '4G'"),
     ],
 )
 def test_wrong_usage_is_one_line_on_stderr_and_code_2(run: Run, words: list[str], said: str):
@@ -114,6 +139,42 @@ def test_wrong_usage_is_one_line_on_stderr_and_code_2(run: Run, words: list[str]
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_complete_takes_what_a_request_may_hold():
+    """What is beyond is refused before the model is loaded, not after."""
+    limits = Limits(vocab_size=9, max_model_len=9, max_kv_tokens=9)
+    for name, field in settings(cli.CompleteConfig).items():
+        if field.kind not in ("int", "float"):
+            continue
+        bounds = [bound.split() for bound in field.limits.split(" and ")]
+        assert [sign[0] for sign, _ in bounds] == [">", "<"], f"{name} has a limit on both sides"
+        for sign, limit in bounds:
+            at, beyond = float(limit), float(limit) + (1 if sign[0] == "<" else -1)
+            if field.kind == "int":
+                at, beyond = int(at), int(beyond)
+            if "=" in sign:
+                check_params(SamplingParams(**{name: at}), limits)
+            if (name, sign) != ("max_tokens", ">="):  # no tokens are for whoever scores a prompt
+                with pytest.raises(RequestError, match=f"^{name} must be in"):
+                    check_params(SamplingParams(**{name: beyond}), limits)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x" * 1001], "PROMPT: This model's maximum context length is 1000 tokens."),
+        (["x", "--max-tokens", "2000"], "--max-tokens: max_tokens is for another model"),
+        (["x", "--stop", "a" * 2000], "--stop: stop[0] has 2000 bytes, the limit is 1024"),
+        (["x", "--chat"], "--chat: this model has no chat template"),
+    ],
+)
+def test_what_the_model_refuses_is_wrong_usage_too(words: list[str], said: str):
+    child = subprocess.run(
+        fake("complete", "picky", *words), capture_output=True, text=True, cwd=ROOT
+    )
+    assert (child.returncode, child.stdout) == (2, "")
+    assert f"xylite complete: error: {said}" in child.stderr
 
 
 def test_wrong_environment_is_wrong_usage(run: Run):

@@ -32,7 +32,7 @@ from xylite.config import (
     environment,
     speculative,
 )
-from xylite.errors import ConfigError, XyliteError
+from xylite.errors import ConfigError, RequestError, XyliteError
 from xylite.flags import Command
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class CompleteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool, about("Send the prompt as a user's message, in the chat template.", "completion")
     ] = False
     max_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None,
         about("Most tokens to generate; auto is 256 at most, as many as fit.", "completion"),
     ] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
+        Annotated[float, Meta(ge=0, le=2)] | None,
         about("Randomness; 0 = always the most likely.", "completion"),
     ] = None
     top_p: Annotated[
@@ -67,7 +67,7 @@ class CompleteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         about("Share of probability to draw from.", "completion"),
     ] = None
     top_k: Annotated[
-        Annotated[int, Meta(ge=-1)] | None,
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
         about("Most likely tokens to draw from; 0 = all.", "completion"),
     ] = None
     stop: Annotated[str | None, about("Text that ends the answer.", "completion")] = None
@@ -371,14 +371,24 @@ async def _complete(engine_config: EngineConfig, config: CompleteConfig) -> int:
             }
         )
         prompt: str | list[int] = config.prompt
-        if config.chat:
-            prompt = await engine.render([{"role": "user", "content": config.prompt}])
-        async for event in engine.generate(prompt, params):
-            console.say(event.text)
-            if event.error is not None:
-                raise event.error
+        try:
+            if config.chat:
+                prompt = await engine.render([{"role": "user", "content": config.prompt}])
+            async for event in engine.generate(prompt, params):
+                console.say(event.text)
+                if event.error is not None:
+                    raise event.error
+        except RequestError as e:
+            raise ConfigError(f"{_place(e.param or '')}: {e.message}", param=e.param) from None
     console.say("\n")
     return 0
+
+
+def _place(param: str) -> str:
+    """What on the command line is to blame for a field of a request."""
+    if param in ("max_tokens", "temperature", "top_p", "top_k", "stop"):
+        return f"--{param.replace('_', '-')}"
+    return "--chat" if param.startswith("messages") else "PROMPT"
 
 
 # tune

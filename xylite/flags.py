@@ -129,7 +129,7 @@ def _setting(struct: type[msgspec.Struct], f: inspect.Field) -> Setting:
         (t,) = (x for x in t.types if not isinstance(x, inspect.NoneType))
     bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     given = {b: getattr(t, b) for b in bounds if getattr(t, b, None) is not None}
-    limits = [f"{bounds[b]} {value:g}" for b, value in given.items()]
+    limits = [f"{bounds[b]} {_shown(value)}" for b, value in given.items()]
     default = f.default
     if default is msgspec.NODEFAULT:
         default = f.default_factory() if f.default_factory is not msgspec.NODEFAULT else None
@@ -147,18 +147,23 @@ def _setting(struct: type[msgspec.Struct], f: inspect.Field) -> Setting:
     )
 
 
+def _shown(limit: float) -> str:
+    """A number in full, as it would be written."""
+    return str(int(limit)) if limit == int(limit) else f"{limit:g}"
+
+
 def _expected(kind: Kind, given: Mapping[str, float]) -> str:
     """What a number within these limits is called."""
     noun = "a whole number" if kind == "int" else "a number"
     match given:
         case {"ge": low, "le": high}:
-            return f"{noun} from {low:g} to {high:g}"
+            return f"{noun} from {_shown(low)} to {_shown(high)}"
         case {"gt": low, "le": high}:
-            return f"{noun} above {low:g}, at most {high:g}"
+            return f"{noun} above {_shown(low)}, at most {_shown(high)}"
         case {"ge": low}:
-            return f"{noun} of at least {low:g}"
+            return f"{noun} of at least {_shown(low)}"
         case {"gt": low}:
-            return f"{noun} above {low:g}"
+            return f"{noun} above {_shown(low)}"
         case _:
             return ""
 

@@ -219,6 +219,11 @@ def test_drawn_gaps_have_the_asked_rate_and_burstiness(burstiness: float):
     assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.25)
 
 
+def test_gaps_are_drawn_at_the_ends_of_what_flags_allow():
+    times = arrivals(NO_TIMES, random.Random(0), rate=1e308, burstiness=1e6, speed=None)
+    assert len(times) == len(NO_TIMES) and 0 <= max(times) < 1e-300
+
+
 def test_speed_without_recorded_times_is_refused():
     with pytest.raises(ConfigError, match="no arrival times"):
         arrivals(NO_TIMES, random.Random(0), rate=1, burstiness=1, speed=1.0)

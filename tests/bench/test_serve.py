@@ -221,6 +221,7 @@ async def test_a_base_url_may_be_the_one_that_clients_of_openai_get(start: Start
         ({"base_url": "http://127.0.0.1:99999"}, "--base-url: .* is no URL: Port out of range"),
         ({"base_url": "http://[::1"}, "--base-url: .* is no URL"),
         ({"endpoint": "v1/completions"}, "--endpoint must begin with /"),
+        ({"goodput": ("ttft:-1",)}, "--goodput: ttft needs a number of ms above 0, got '-1'"),
         ({"metadata": ("machine",)}, "--metadata: expected NAME=VALUE, got 'machine'"),
     ],
 )
@@ -279,6 +280,10 @@ def test_a_data_set_in_a_file_needs_the_file():
 def test_limits_and_pairs_say_what_is_wrong_with_them():
     assert goodput_limits(["ttft:500", "tpot:50.5"]) == {"ttft": 500, "tpot": 50.5}
     assert pairs(["a=b=c", "d="], "=", "header") == {"a": "b=c", "d": ""}
-    for words, said_ in ((["itl:3"], "'itl'"), (["ttft:x"], "'x'"), (["ttft"], "NAME:VALUE")):
+    number = "--goodput: ttft needs a number of ms above 0, got "
+    wrong = [
+        ([f"ttft:{x}"], f"^{number}'{x}'$") for x in ("x", "", "nan", "inf", "-5", "0", "1e999")
+    ]
+    for words, said_ in (*wrong, (["itl:3"], "'itl'"), (["ttft"], "NAME:VALUE")):
         with pytest.raises(ConfigError, match=said_):
             goodput_limits(words)

@@ -226,7 +226,7 @@ def arrivals(
     now = 0.0
     for _ in items:
         times.append(now)
-        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+        now += rng.gammavariate(burstiness, 1 / rate / burstiness)
     return times
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import re
 import sys
@@ -88,7 +89,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Positive | None, about("Cut longer prompts of token ids to this.", "data")
     ] = None
     max_output_len: Annotated[Positive | None, about("Ask for at most this.", "data")] = None
-    temperature: Annotated[float, about("Sent with each request.", "data", ge=0)] = 0.0
+    temperature: Annotated[float, about("Sent with each request.", "data", ge=0, le=2)] = 0.0
     ignore_eos: Annotated[
         bool, about("Go on past end tokens, so that lengths are exact.", "data")
     ] = False
@@ -103,7 +104,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = INF
     burstiness: Annotated[
-        float, about("Shape of drawn gaps: 1 = Poisson, less = burstier.", "load", gt=0)
+        float,
+        about("Shape of drawn gaps: 1 = Poisson, less = burstier.", "load", gt=0, le=1e6),
     ] = 1.0
     trace_speed: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -275,7 +277,9 @@ def goodput_limits(words: Sequence[str]) -> dict[str, float]:
         try:
             limits[name] = float(value)
         except ValueError:
-            raise ConfigError(f"--goodput: {name} needs a number of ms, got {value!r}") from None
+            limits[name] = math.nan
+        if not 0 < limits[name] < INF:
+            raise ConfigError(f"--goodput: {name} needs a number of ms above 0, got {value!r}")
     return limits
 
 

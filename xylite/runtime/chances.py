@@ -1,4 +1,4 @@
-"""How likely draft tokens are to be accepted, learnt from those that were.
+"""How likely draft tokens are to be accepted (acceptance rates), learnt from those that were.
 
 A token that continues a long match is accepted more often than one that continues a short one, and
 with each accepted token the match has grown. So chances are kept by the length of the match that a

@@ -7,9 +7,9 @@ stop when it is compute bound, or when a text is not predictable. Source of the 
 Optimizing Speculative Decoding for Serving Large Language Models Using Goodput, 2024.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from xylite import plugins
 from xylite.config import SpeculativeConfig
 from xylite.runtime.chances import Chances
 from xylite.runtime.drafters import DraftOptions, Proposer
+from xylite.runtime.interfaces import OnDevice
 from xylite.runtime.plan import Chunk, Plan
 from xylite.runtime.request import Draft
 from xylite.runtime.sequence import Sequence
@@ -36,8 +37,6 @@ ONSET_RATE = 0.1
 YIELD_MEMORY = 0.995
 YIELD_PRIOR = 20.0
 YIELD_RANGE = (0.5, 1.2)  # trees have fewer levels than tokens, so less is accepted than of chains
-
-OnDevice = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class _Mean:
@@ -130,10 +129,6 @@ class StepCosts:
         return max(2 * int(self._known()[0][-1]), 8)
 
 
-class Clock(Protocol):
-    def __call__(self) -> float: ...
-
-
 class Speculation:
     """A drafter as the engine wants it.
 
@@ -141,7 +136,7 @@ class Speculation:
     clock      seconds, the engine's
     """
 
-    def __init__(self, proposer: Proposer, max_draft: int, clock: Clock):
+    def __init__(self, proposer: Proposer, max_draft: int, clock: Callable[[], float]):
         self.max_draft = max_draft
         self._proposer = proposer
         self._clock = clock
@@ -351,7 +346,7 @@ def _depth(draft: Draft) -> int:
     return max(depth)
 
 
-def make(config: SpeculativeConfig, clock: Clock, parts: Any = None) -> Speculation:
+def make(config: SpeculativeConfig, clock: Callable[[], float], parts: Any = None) -> Speculation:
     """The drafter that settings completed by `speculative` name.
 
     parts  what draft_model runs on

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels_cpu.tables import make, names
-from tests.ops.test_cpu_table import CONFIG, SCHEDULES, TOKENS, Run
+from tests.kernels_cpu.tables import Chunk, batch_of, make, names, tasks_of, token_table
+from tests.ops.test_cpu_table import CONFIG, SCHEDULES, SIZE, TOKENS, Run
+from xylite import tree
 from xylite.kernels_cpu import replay
+from xylite.models import layers
 from xylite.ops import Batch, DenseKV, KVCache, Ops, reference
 
 
@@ -55,6 +57,32 @@ def test_replayed_passes_are_the_passes(
         for neighbours in (0, 1, 3):
             assert torch.equal(mine.logits(cuts, neighbours), plain.logits(cuts, neighbours))
     assert mine.num_run < plain.num_run / 4, "most of the passes were to be replayed"
+
+
+@pytest.mark.parametrize("isa", names())
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, "int8")],
+)
+def test_replays_that_fetch_the_next_layers_keys_are_the_passes(
+    isa: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Linear layers of many decodes fetch meanwhile, in pieces of any length."""
+    mine = Passes(make(isa), dtype, quantization)
+    chunks = [Chunk(past, 1) for past in (*range(40), 63, 64, 65, 100, 127, 128, 300)]
+    table = token_table(chunks, SIZE)
+    heads = (mine.spec.num_kv_heads, mine.spec.group)
+    batch = batch_of(table, tasks_of(mine.ops, table, heads, 0, SIZE, 2))
+    num_blocks = int(table.block_table.max()) + 1
+    kv = layers.make_kv(mine.spec, num_blocks, SIZE, dtype=dtype, device=torch.device("cpu"))
+    generator = torch.manual_seed(3)
+    for leaf in tree.leaves(kv):
+        leaf.copy_(torch.randn(leaf.shape, generator=generator))
+    want, kv = mine.forward(kv, batch)
+    for _ in range(2):  # recorded and replayed, replayed
+        found, kv = mine.hidden(kv, batch)
+        assert torch.equal(found, want)
+    assert mine.num_run == 2
 
 
 @pytest.mark.parametrize("isa", names())

@@ -14,6 +14,7 @@
 #include "api.h"
 #include "attention_call.h"
 #include "attention_tiles.h"
+#include "keys_ahead.h"
 #include "rows.h"
 
 namespace xl {
@@ -138,7 +139,7 @@ struct Attention {
           ATTENTION_TILES<T>.run[count](q, d, &run, &run + 1, i * T::LANE, ldk, to + i, SCORES);
           i += COLS;
         } else {
-          ATTENTION_TILES<T>.narrow[count](q, d, k, ldk, to + i, SCORES, steps, false, {k, 0, 0});
+          ATTENTION_TILES<T>.narrow[count](q, d, k, ldk, to + i, SCORES, steps, false, nothing(k));
           i += W;
         }
       }
@@ -390,6 +391,7 @@ struct Attention {
           Job& j = *static_cast<Job*>(context);
           const AttentionCall& c = j.self->c;
           Work w = j.self->work(j.pool->scratch(thread, j.self->work_bytes(j.rows)), j.rows);
+          j.pool->later(thread).clear();
           for (int64_t k = 0; k < c.cores; k++) {
             const int64_t core = (thread + k) % c.cores;
             for (int64_t i = c.classes - 1; i >= 0; i--) {
@@ -408,6 +410,7 @@ struct Attention {
               }
             }
           }
+          note_upcoming<T>(*j.pool, thread, c.kind);
         },
         &job, total <= 1);
 

@@ -55,7 +55,7 @@ static void run_tile(const typename T::A* a, ptrdiff_t lda, const Run<T>* runs, 
 #endif
   for (bool add = false; runs != end; a += runs->steps * T::STEP, runs++, add = true) {
     const typename T::B* b = runs->b + offset;
-    mm_tile<T, ROWS, NV>(a, lda, b, ldb, c, ldc, runs->steps, add, {b, 0, 0});
+    mm_tile<T, ROWS, NV>(a, lda, b, ldb, c, ldc, runs->steps, add, nothing(b));
   }
 }
 
@@ -92,9 +92,9 @@ struct Piece {
   Ahead during(ptrdiff_t steps, ptrdiff_t width) {
     if (rows < steps || bytes != width) {
       fetch();
-      return {from, 0, 0};
+      return nothing(from);
     }
-    const Ahead ahead{from, stride, width / 2};
+    const Ahead ahead{from, stride, {from + width / 2, stride, steps}};
     from += steps * stride;
     rows -= steps;
     return ahead;

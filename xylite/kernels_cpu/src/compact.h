@@ -80,10 +80,12 @@ struct Groups {
   }
 };
 
-// mm_tile over `num` groups, a panel wide. KEEP: what it unpacks goes to `kept`, for other rows.
+// mm_tile over whole groups, a panel wide. KEEP: what it unpacks goes to `kept`, for other rows, and
+// it fetches `others` beside the weights.
 template <int ROWS, bool KEEP>
 static void unpacking_tile(const uint16_t* a, ptrdiff_t lda, Groups& groups, float* c,
-                           ptrdiff_t ldc, ptrdiff_t num, bool add, uint16_t* kept) {
+                           ptrdiff_t ldc, ptrdiff_t steps, bool add, uint16_t* kept,
+                           const Lines* others) {
   static_assert(COLS == PANEL, "");
   Groups g = groups;
   vf acc[ROWS][NV];
@@ -94,27 +96,33 @@ static void unpacking_tile(const uint16_t* a, ptrdiff_t lda, Groups& groups, flo
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) acc[r][j] = add ? loadf(c + r * ldc + j * W) : vf{};
-  for (ptrdiff_t i = 0; i < num; i++) {
-    for (int j = 0; j < 3; j++) prefetch(g.at + STREAM_AHEAD + 64 * j);
-    __m512i w[GROUP_STEPS][2];
-    g.next(w);
+  for (ptrdiff_t at = 0; at < steps; others++) {
+    const ptrdiff_t end = at + others->steps;
+    const char* other = others->from;
+    for (; at < end; at += GROUP_STEPS) {
+      for (int j = 0; j < 3; j++) prefetch(g.at + STREAM_AHEAD + 64 * j);
+      __m512i w[GROUP_STEPS][2];
+      g.next(w);
 #pragma GCC unroll 2
-    for (int s = 0; s < GROUP_STEPS; s++) {
-      if (KEEP) {
-        _mm512_storeu_si512(kept, w[s][0]);
-        _mm512_storeu_si512(kept + STEP_WEIGHTS / 2, w[s][1]);
-        kept += STEP_WEIGHTS;
-      }
+      for (int s = 0; s < GROUP_STEPS; s++) {
+        if (KEEP) {
+          __builtin_prefetch(other, 0, 2);
+          other += others->advance;
+          _mm512_storeu_si512(kept, w[s][0]);
+          _mm512_storeu_si512(kept + STEP_WEIGHTS / 2, w[s][1]);
+          kept += STEP_WEIGHTS;
+        }
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        // As in mm_tile, which has four registers less for weights and tables.
-        if constexpr (ROWS > 7) asm volatile("" ::: "memory");
-        int32_t pair;
-        memcpy(&pair, &p[r / 3][(r % 3) * lda + GROUP_K * i + 2 * s], 4);
-        const __m512i x = _mm512_set1_epi32(pair);
+        for (int r = 0; r < ROWS; r++) {
+          // As in mm_tile, which has four registers less for weights and tables.
+          if constexpr (ROWS > 7) asm volatile("" ::: "memory");
+          int32_t pair;
+          memcpy(&pair, &p[r / 3][(r % 3) * lda + 2 * (at + s)], 4);
+          const __m512i x = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++)
-          acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)x, (__m512bh)w[s][j]);
+          for (int j = 0; j < NV; j++)
+            acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)x, (__m512bh)w[s][j]);
+        }
       }
     }
   }
@@ -127,7 +135,7 @@ static void unpacking_tile(const uint16_t* a, ptrdiff_t lda, Groups& groups, flo
 }
 
 using UnpackingTile = void (*)(const uint16_t*, ptrdiff_t, Groups&, float*, ptrdiff_t, ptrdiff_t,
-                               bool, uint16_t*);
+                               bool, uint16_t*, const Lines*);
 
 template <bool KEEP>
 struct UnpackingTiles {

@@ -19,9 +19,11 @@ struct Weights {
 template <class T>
 struct PlainReader {
   const typename T::B* b;
+  Later& later;
 
-  PlainReader(const void* weight, int64_t panel, int64_t steps, void*, bool)
-      : b(static_cast<const typename T::B*>(weight) + panel * steps * PANEL * T::LANE) {}
+  PlainReader(const void* weight, int64_t panel, int64_t steps, void*, bool, Later& later)
+      : b(static_cast<const typename T::B*>(weight) + panel * steps * PANEL * T::LANE),
+        later(later) {}
 
   // c [count, PANEL] (+)= a * steps [s, s + n) of the panel; `t` of `tiles` tiles
   void tile(const typename T::A* a, ptrdiff_t lda, float* c, int count, int64_t s, int64_t n,
@@ -30,14 +32,15 @@ struct PlainReader {
     // the next block of k (or the next panel), a share of it by each tile.
     constexpr ptrdiff_t step_bytes = PANEL * T::LANE * ptrdiff_t(sizeof(typename T::B));
     const char* here = reinterpret_cast<const char*>(b + s * PANEL * T::LANE);
-    Ahead ahead{here + STREAM_AHEAD, step_bytes, 64};
+    const char* soon = here + STREAM_AHEAD;
+    ptrdiff_t advance = step_bytes;
     if (tiles > 1) {
-      const ptrdiff_t advance = (step_bytes + tiles - 1) / tiles;
-      ahead = {here + n * step_bytes + t * n * advance, advance, 64, false};
+      advance = (step_bytes + tiles - 1) / tiles;
+      soon = here + n * step_bytes + t * n * advance;
     }
     for (int j = 0; j < PANEL; j += COLS)
       TILES<T>.tile[count](a, lda, b + (s * PANEL + j) * T::LANE, PANEL * T::LANE, c + j, PANEL, n,
-                           s > 0, ahead);
+                           s > 0, beside(later, soon, advance, n, tiles));
   }
 };
 
@@ -53,22 +56,28 @@ struct CompactReader {
   Groups groups;
   uint16_t* kept;
   const bool keeps;
+  Later& later;
 
-  CompactReader(const void* weight, int64_t panel, int64_t steps, void* room, bool has_more)
+  CompactReader(const void* weight, int64_t panel, int64_t steps, void* room, bool has_more,
+                Later& later)
       : groups(panel_at(weight, panel), steps / GROUP_STEPS),
         kept(static_cast<uint16_t*>(room)),
-        keeps(has_more) {}
+        keeps(has_more),
+        later(later) {}
 
   void tile(const uint16_t* a, ptrdiff_t lda, float* c, int count, int64_t s, int64_t n, int64_t t,
             int64_t tiles) {
     if (t == 0) {
       const UnpackingTile f = keeps ? UNPACKING<true>.tile[count] : UNPACKING<false>.tile[count];
-      f(a, lda, groups, c, PANEL, n / GROUP_STEPS, s > 0, kept);
+      const Lines idle{reinterpret_cast<const char*>(groups.at), 0, n};
+      f(a, lda, groups, c, PANEL, n, s > 0, kept,
+        tiles > 2 && !later.is_empty() ? later.take(n, idle.from) : &idle);
       return;
     }
     const ptrdiff_t advance = (SMALL / GROUP_STEPS + tiles - 2) / (tiles - 1);
-    const Ahead ahead{groups.at + (t - 1) * n * advance, advance, 64, false};
-    TILES<BF16Dot>.tile[count](a, lda, kept, STEP_WEIGHTS, c, PANEL, n, s > 0, ahead);
+    const char* soon = reinterpret_cast<const char*>(groups.at) + (t - 1) * n * advance;
+    TILES<BF16Dot>.tile[count](a, lda, kept, STEP_WEIGHTS, c, PANEL, n, s > 0,
+                               beside(later, soon, advance, n, tiles));
   }
 };
 
@@ -130,7 +139,8 @@ static void multiply(Pool& pool, const Weights& w, const void* x, int x_type, in
     float* acc = static_cast<float*>(pool.scratch(thread, acc_bytes + kept_bytes));
     const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
     using Reader = typename PanelReader<T, COMPACT>::type;
-    Reader reader(w.data, panel, steps, reinterpret_cast<char*>(acc) + acc_bytes, tiles > 1);
+    Reader reader(w.data, panel, steps, reinterpret_cast<char*>(acc) + acc_bytes, tiles > 1,
+                  pool.later(thread));
     for (int64_t s = 0; s < steps; s += k_steps) {
       const int64_t n = steps - s < k_steps ? steps - s : k_steps;
       const bool last = s + n == steps;

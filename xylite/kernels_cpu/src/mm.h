@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "ahead.h"
 #include "vec.h"
 
 namespace xl {
@@ -44,20 +45,11 @@ struct BF16Dot {  // bf16 x bf16 summed in fp32 by the machine's own instruction
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// What a tile fetches into cache while it computes: a line per vector and step from `from` on, for
-// the second half of the vectors `upper` bytes further on.
-struct Ahead {
-  const void* from;
-  ptrdiff_t advance;  // bytes per step
-  ptrdiff_t upper;
-  bool is_near = true;  // into the first cache; else the second, for what is needed much later
-};
-
 // lda, ldb in elements; b's row s starts at b + s * ldb; steps counts rows of b.
 template <class T, int ROWS, int NV>
 static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* b, ptrdiff_t ldb,
                     float* c, ptrdiff_t ldc, ptrdiff_t steps, bool add, Ahead ahead) {
-  const char* soon = static_cast<const char*>(ahead.from);
+  const char* soon = ahead.from;
   vf acc[ROWS][NV];
   // Explicit row pointers in threes: few registers, simple addresses.
   const typename T::A* p[(ROWS + 2) / 3];
@@ -68,73 +60,81 @@ static void mm_tile(const typename T::A* a, ptrdiff_t lda, const typename T::B* 
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) acc[r][j] = add ? loadf(c + r * ldc + j * W) : vf{};
 
+  Lines others = ahead.others;
+  const Lines* more = ahead.more;
+  for (ptrdiff_t s = 0; s < steps;) {
+    const ptrdiff_t end = std::min(steps - s, others.steps) + s;
+    const char* other = others.from;
 #pragma GCC unroll 2
-  for (ptrdiff_t s = 0; s < steps; s++) {
+    for (; s < end; s++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < NV / 2; j++) {
-      if (ahead.is_near) {
-        prefetch(soon + 64 * j);
-        prefetch(soon + ahead.upper + 64 * j);
+      for (int j = 0; j < NV / 2; j++) {
+        if (ahead.is_near) {
+          prefetch(soon + 64 * j);
+          prefetch(other + 64 * j);
+        } else {
+          __builtin_prefetch(soon + 64 * j, 0, 2);
+          __builtin_prefetch(other + 64 * j, 0, 2);
+        }
+      }
+      soon += ahead.advance;
+      other += others.advance;
+      if constexpr (std::is_same<T, F32>::value || std::is_same<T, F16>::value) {
+        vf w[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) {
+          if constexpr (std::is_same<T, F32>::value)
+            w[j] = loadf(b + j * W);
+          else
+            w[j] = load_fp16(b + j * W);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          const vf x = set(p[r / 3][(r % 3) * lda + s]);
+#pragma GCC unroll 4
+          for (int j = 0; j < NV; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
+        }
+      } else if constexpr (std::is_same<T, BF16>::value) {
+        vf even[NV], odd[NV];
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; j++) {
+          const vu w = *(const vu*)(b + 2 * j * W);
+          even[j] = (vf)(w << 16);
+          odd[j] = (vf)(w & 0xffff0000u);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          const vf x = set(p[r / 3][(r % 3) * lda + 2 * s]);
+#pragma GCC unroll 4
+          for (int j = 0; j < NV; j++) acc[r][j] = fma(x, even[j], acc[r][j]);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          const vf x = set(p[r / 3][(r % 3) * lda + 2 * s + 1]);
+#pragma GCC unroll 4
+          for (int j = 0; j < NV; j++) acc[r][j] = fma(x, odd[j], acc[r][j]);
+        }
       } else {
-        __builtin_prefetch(soon + 64 * j, 0, 2);
-        __builtin_prefetch(soon + ahead.upper + 64 * j, 0, 2);
-      }
-    }
-    soon += ahead.advance;
-    if constexpr (std::is_same<T, F32>::value || std::is_same<T, F16>::value) {
-      vf w[NV];
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) {
-        if constexpr (std::is_same<T, F32>::value)
-          w[j] = loadf(b + j * W);
-        else
-          w[j] = load_fp16(b + j * W);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const vf x = set(p[r / 3][(r % 3) * lda + s]);
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) acc[r][j] = fma(x, w[j], acc[r][j]);
-      }
-    } else if constexpr (std::is_same<T, BF16>::value) {
-      vf even[NV], odd[NV];
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) {
-        const vu w = *(const vu*)(b + 2 * j * W);
-        even[j] = (vf)(w << 16);
-        odd[j] = (vf)(w & 0xffff0000u);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const vf x = set(p[r / 3][(r % 3) * lda + 2 * s]);
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) acc[r][j] = fma(x, even[j], acc[r][j]);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const vf x = set(p[r / 3][(r % 3) * lda + 2 * s + 1]);
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; j++) acc[r][j] = fma(x, odd[j], acc[r][j]);
-      }
-    } else {
 #if defined(XL_AVX512) && defined(__AVX512BF16__)
-      __m512i w[NV];
+        __m512i w[NV];
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; j++) w[j] = _mm512_loadu_si512(b + 2 * j * W);
+        for (int j = 0; j < NV; j++) w[j] = _mm512_loadu_si512(b + 2 * j * W);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        // Else the compiler loads all rows first, which takes registers from the sums.
-        if constexpr (ROWS * (NV + 1) + NV > 32) asm volatile("" ::: "memory");
-        int32_t pair;
-        memcpy(&pair, &p[r / 3][(r % 3) * lda + 2 * s], 4);
-        const __m512i x = _mm512_set1_epi32(pair);
+        for (int r = 0; r < ROWS; r++) {
+          // Else the compiler loads all rows first, which takes registers from the sums.
+          if constexpr (ROWS * (NV + 1) + NV > 32) asm volatile("" ::: "memory");
+          int32_t pair;
+          memcpy(&pair, &p[r / 3][(r % 3) * lda + 2 * s], 4);
+          const __m512i x = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-        for (int j = 0; j < NV; j++)
-          acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)x, (__m512bh)w[j]);
-      }
+          for (int j = 0; j < NV; j++)
+            acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)x, (__m512bh)w[j]);
+        }
 #endif
+      }
+      b += ldb;
     }
-    b += ldb;
+    if (s < steps) others = *more++;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)

@@ -8,7 +8,11 @@
 #include <thread>
 #include <vector>
 
+#include "ahead.h"
+
 namespace xl {
+
+struct AttentionCall;
 
 constexpr int MAX_RUNS = 64;
 
@@ -68,6 +72,7 @@ class Pool {
   void reserve(size_t bytes) {  // so that no worker allocates
     for (auto& s : scratch_) s.get(bytes);
   }
+  Later& later(int thread) { return later_[size_t(thread)]; }
   void* shared(int slot, size_t bytes) { return shared_[slot].get(bytes); }
 
   // This process was forked from the one that made the pool: its threads are not here, and its
@@ -77,11 +82,15 @@ class Pool {
   // Held for the length of one entry point: scratch memory belongs to the holder.
   std::mutex& entry() { return entry_; }
 
+  // The attention that comes after the one that runs now, where that is known.
+  const AttentionCall* upcoming = nullptr;
+
  private:
   void work(int thread);
   void stop();  // and wait for all workers
 
   std::vector<Scratch> scratch_;
+  std::vector<Later> later_;
   Scratch shared_[4];
   std::vector<std::thread> workers_;
   std::mutex entry_;

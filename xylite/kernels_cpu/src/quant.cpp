@@ -88,7 +88,10 @@ struct Rows {
 
 template <int BITS, int ROWS>
 static void quant_tile(const Rows& x, const char* w, const Format& f, int col, float* c,
-                       int64_t groups, bool add, const char* soon, ptrdiff_t advance) {
+                       int64_t groups, bool add, const Ahead& ahead) {
+  const char* soon = ahead.from;
+  Lines others = ahead.others;
+  const Lines* more = ahead.more;
   vf acc[ROWS][NV];
   const int64_t group_bytes = f.group_bytes(), q_bytes = f.q_bytes();
   const int64_t steps = f.group / (BITS == 8 ? 4 : 8);
@@ -103,11 +106,14 @@ static void quant_tile(const Rows& x, const char* w, const Format& f, int col, f
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; j++) dot[r][j] = seti(-f.zero * x.sum[r * x.ld_group + g]);
+    if (others.steps <= 0) others = *more++;  // at the beginning of a group, be it a bit late
+    others.steps -= steps;
     const char* p = w + col * 4;
     for (int64_t s = 0; s < steps; s++, p += PANEL * 4) {
       __builtin_prefetch(soon, 0, 2);
-      __builtin_prefetch(soon + 64, 0, 2);
-      soon += advance;
+      __builtin_prefetch(others.from, 0, 2);
+      soon += ahead.advance;
+      others.from += others.advance;
       vu u[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; j++) u[j] = *(const vu*)(p + j * W * 4);
@@ -163,7 +169,7 @@ static void quant_tile(const Rows& x, const char* w, const Format& f, int col, f
 }
 
 using QuantTile = void (*)(const Rows&, const char*, const Format&, int, float*, int64_t, bool,
-                           const char*, ptrdiff_t);
+                           const Ahead&);
 
 template <int BITS, int... R>
 static QuantTile quant_tile_of(int rows, std::integer_sequence<int, R...>) {
@@ -266,7 +272,8 @@ static void quant_linear(Pool& pool, const Format& f, const char* w, int64_t k, 
         const QuantTile tile = quant_tile_of(f.bits, count);
         if (g + n == groups) fetch_result(out, m0 + r, count, panel);
         for (int j = 0; j < PANEL; j += COLS)
-          tile(x_rows, here, f, j, c + j, n, g > 0, soon, advance);
+          tile(x_rows, here, f, j, c + j, n, g > 0,
+               beside(pool.later(thread), soon, advance, steps, tiles));
         if (g + n < groups) continue;
         if (t == 0) dequantize_listed(f, b, a, unit / panels, columns);  // it is in cache now
         for (int i = 0; i < count; i++) add_outliers(a, m0 + r + i, columns, c + i * PANEL);

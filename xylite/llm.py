@@ -154,6 +154,7 @@ class LLM:
     ) -> list[Completion]:
         async with self._room.taken(params.n):
             stream = await self._submit(prompt, params)
+            stream.is_patient = True
             answers: dict[int, Pending] = {}
             try:
                 async for event in stream:

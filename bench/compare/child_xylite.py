@@ -21,6 +21,8 @@ def load(start: child.Start) -> tuple[child.Model, dict[str, str]]:
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
         begin = time.perf_counter()
         streams = [await engine.submit(prompt, params) for prompt in prompts]
+        for stream in streams:
+            stream.is_patient = True  # as LLM's, which gives whole answers
 
         async def read(stream: Any) -> None:
             count = 0

@@ -62,7 +62,12 @@ def test_replayed_passes_are_the_passes(
 @pytest.mark.parametrize("isa", names())
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, "int8")],
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.bfloat16, "int8"),
+    ],
 )
 def test_replays_that_fetch_the_next_layers_keys_are_the_passes(
     isa: str, dtype: torch.dtype, quantization: str | None

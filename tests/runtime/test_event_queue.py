@@ -1,6 +1,7 @@
 """A queue of events ends for its reader, however it comes to its end."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -116,3 +117,38 @@ async def test_who_watches_is_called_in_its_turn_and_takes_all_that_has_come() -
     for _ in range(6):
         await asyncio.sleep(0)
     assert readers[1:] == [[[(1,), (2,)], "end"]] * 2
+
+
+async def test_a_patient_reader_is_woken_by_last_events_only() -> None:
+    wakes = 0
+
+    def wake(ready: Callable[[], None]) -> None:
+        nonlocal wakes
+        wakes += 1
+        ready()
+
+    queue = TokenQueue(2, wake)
+    queue.is_patient = True
+    reader = asyncio.create_task(read(queue))
+    await asyncio.sleep(0)
+    for token in range(5):
+        queue.put(event(token))
+        await asyncio.sleep(0)
+    assert wakes == 0
+    queue.put(event(5, finish_reason="stop"))
+    await asyncio.sleep(0)
+    queue.put(event(6))
+    queue.put(event(7, finish_reason="stop"))
+    assert len(await reader) == 8
+    assert wakes == 2
+
+
+async def test_a_patient_reader_gets_an_error_at_once() -> None:
+    queue = TokenQueue(1)
+    queue.is_patient = True
+    reader = asyncio.create_task(read(queue))
+    await asyncio.sleep(0)
+    queue.put(event(1))
+    queue.abandon(EngineError("broken"))
+    with pytest.raises(EngineError, match="broken"):
+        await reader

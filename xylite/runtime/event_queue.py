@@ -32,8 +32,9 @@ class EventQueue(Generic[E]):
 
     The reader iterates; or it is called when there is something to `take`, see `watch`.
 
-    wake_by  is given what wakes the reader, and calls it when it is this reader's turn; None = at
-             once
+    wake_by     is given what wakes the reader, and calls it when it is this reader's turn; None =
+                at once
+    is_patient  the reader is woken by last events only: it wants nothing before
     """
 
     def __init__(self, num_open: int, wake_by: Callable[[Callable[[], None]], None] | None = None):
@@ -43,12 +44,14 @@ class EventQueue(Generic[E]):
         self._wake_by = wake_by
         self._waiter: asyncio.Future[None] | None = None
         self._watcher: Callable[[], None] | None = None
+        self.is_patient = False
 
     def add(self, event: E, *, is_last: bool) -> None:
         """Append an event; is_last: no more come of its sequence."""
         self._events.append(event)
         self._open -= is_last
-        if len(self._events) == 1:  # else the reader is awake, or will be woken
+        # Else the reader is awake, or will be woken.
+        if is_last if self.is_patient else len(self._events) == 1:
             self._wake()
 
     def abandon(self, error: XyliteError) -> None:

@@ -27,6 +27,7 @@ class Passes(Run):
         if quantization is not None:
             ops = dataclasses.replace(ops, pack_linear=ops.packers[quantization])
         super().__init__(ops, dtype, config)
+        self.dtype = dtype
         self.num_run = 0
 
     def hidden(self, kv: KVCache, batch: Batch) -> tuple[Tensor, KVCache]:
@@ -73,18 +74,40 @@ def test_replays_that_fetch_the_next_layers_keys_are_the_passes(
     isa: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Linear layers of many decodes fetch meanwhile, in pieces of any length."""
-    mine = Passes(make(isa), dtype, quantization)
-    chunks = [Chunk(past, 1) for past in (*range(40), 63, 64, 65, 100, 127, 128, 300)]
-    table = token_table(chunks, SIZE)
+    check_decodes(Passes(make(isa), dtype, quantization), 47)
+
+
+@pytest.mark.parametrize("isa", names())
+def test_replays_fetch_in_weights_of_all_forms(isa: str) -> None:
+    """Compact weights are read two steps at a time; others, of an odd number of steps, may be
+    between them: what is left to fetch must not fall between two steps."""
+    ops = make(isa)
+
+    def pack_linear(w: Tensor, gated: bool = False) -> Any:
+        if w.shape[1] == 110:  # too many exponents for the compact form
+            spread = torch.randint(-40, 1, w.shape, generator=torch.manual_seed(5))
+            w = (w.float() * 2.0**spread).to(w.dtype)
+        return ops.pack_linear(w, gated)
+
+    config = {**CONFIG, "intermediate_size": 110}
+    mixed = dataclasses.replace(ops, pack_linear=pack_linear)
+    for num_seqs in (26, 32, 40):  # tiles of an odd number among them
+        check_decodes(Passes(mixed, torch.bfloat16, config=config), num_seqs)
+
+
+def check_decodes(mine: Passes, num_seqs: int) -> None:
+    """A recorded and replayed pass of so many decodes is the pass."""
+    pasts = (63, 64, 65, 100, 127, 128, 300, *range(num_seqs - 7))
+    table = token_table([Chunk(past, 1) for past in pasts], SIZE)
     heads = (mine.spec.num_kv_heads, mine.spec.group)
     batch = batch_of(table, tasks_of(mine.ops, table, heads, 0, SIZE, 2))
     num_blocks = int(table.block_table.max()) + 1
-    kv = layers.make_kv(mine.spec, num_blocks, SIZE, dtype=dtype, device=torch.device("cpu"))
+    kv = layers.make_kv(mine.spec, num_blocks, SIZE, dtype=mine.dtype, device=torch.device("cpu"))
     generator = torch.manual_seed(3)
     for leaf in tree.leaves(kv):
         leaf.copy_(torch.randn(leaf.shape, generator=generator))
     want, kv = mine.forward(kv, batch)
-    for _ in range(2):  # recorded and replayed, replayed
+    for _ in range(3):  # recorded and replayed, replayed
         found, kv = mine.hidden(kv, batch)
         assert torch.equal(found, want)
     assert mine.num_run == 2

@@ -6,7 +6,8 @@
 
 namespace xl {
 
-// A line every `advance` bytes, one at each of `steps` steps.
+// Lines that are asked for one by one: at each of `steps` steps, that of an address which grows by
+// `advance` bytes.
 struct Lines {
   const char* from;
   ptrdiff_t advance, steps;
@@ -14,7 +15,7 @@ struct Lines {
 
 // What a thread will read later, in the order in which it will. Where arithmetic takes all the
 // time, the memory has nothing to do: who computes takes lines from here and asks for them.
-class Later {
+class alignas(64) Later {
  public:
   static constexpr ptrdiff_t LINE = 64;  // bytes
 
@@ -31,8 +32,8 @@ class Later {
                                      : Lines{from, stride, (count + 1) / 2 * 2};
   }
 
-  // What to fetch at the next `steps` steps, an even number: entries whose steps add up to it. The
-  // last may be `idle`, a line that is in cache.
+  // What to fetch at the next `steps` steps: entries whose steps add up to it, all even but the
+  // last, which may be `idle`, a line that is in cache. They last until the next call.
   const Lines* take(ptrdiff_t steps, const char* idle) {
     int count = 0;
     while (steps > 0) {
@@ -44,7 +45,7 @@ class Later {
       const ptrdiff_t n = std::min(steps, piece.steps);
       taken_[count++] = {piece.from, piece.advance, n};
       piece.from += n * piece.advance;
-      piece.steps -= n;
+      piece.steps -= (n + 1) / 2 * 2;
       next_ += piece.steps == 0;
       steps -= n;
     }
@@ -62,10 +63,10 @@ class Later {
 // second half of the vectors from `others` on.
 struct Ahead {
   const char* from;
-  ptrdiff_t advance;    // bytes per step
+  ptrdiff_t advance;  // bytes per step
   Lines others;
   const Lines* more = nullptr;  // after others.steps steps
-  bool is_near = true;  // into the first cache; else the second, for what is needed much later
+  bool is_near = true;          // into the first cache; else the second, for what is needed later
 };
 
 // At any step the same line, which is in cache.
@@ -75,7 +76,8 @@ static inline Ahead nothing(const void* there) {
 }
 
 // What one of `tiles` tiles fetches: weights, `advance` bytes a step, and from three tiles on what
-// is read later: there, arithmetic takes more time than reading the weights.
+// is read later: there, arithmetic takes more time than reading the weights, of which a tile asks
+// for a line or less in a step.
 static inline Ahead beside(Later& later, const char* weights, ptrdiff_t advance, ptrdiff_t steps,
                            int64_t tiles) {
   if (tiles <= 2 || later.is_empty())

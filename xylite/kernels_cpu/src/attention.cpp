@@ -9,6 +9,7 @@
 // exactly as it was. So a row's result does not depend on its tile, on its neighbours, on how the
 // KV range was cut, or on threads.
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "api.h"
@@ -89,7 +90,8 @@ struct Attention {
     return {from, d / T::STEP, n * size, p * size};
   }
   Piece v_piece(const Tile& t, int64_t key, int64_t width) const {
-    const int64_t bytes = unit(key, t.end_key) * d * int64_t(sizeof(B));
+    const int64_t n = (unit(key, t.end_key) + T::STEP - 1) / T::STEP * T::STEP;
+    const int64_t bytes = n * d * int64_t(sizeof(B));
     const char* from = reinterpret_cast<const char*>(block(c.v, t, key) + key % p * d);
     return {from, (bytes + width - 1) / width, width, width};
   }
@@ -130,7 +132,7 @@ struct Attention {
         const B* k = tile + i * T::LANE;
         // Past the last key too, as far as the block goes: what is left over fetches all at once.
         if (is_few(t) && (key + j + i) % p + columns <= p && j + i + columns <= SCORES) {
-          few(q, d, k, ldk, to + i, SCORES, steps, false, soon.during(steps, width_of(columns)));
+          few(q, d, k, ldk, to + i, SCORES, steps, false, soon.during(steps, width_of(columns), k));
           i += columns;
           continue;
         }
@@ -224,7 +226,7 @@ struct Attention {
       const B* tile = block(c.v, t, at) + at % p * d;
       for (int64_t i = 0; i < d; i += columns)
         few(prob + (at - key), PROB, tile + i * T::LANE, ldv, o + i, d, steps, at > key,
-            soon.during(steps, width_of(columns)));
+            soon.during(steps, width_of(columns), tile));
       soon.fetch();
     }
   }
@@ -356,7 +358,8 @@ struct Attention {
     finish(t, total);
   }
 
-  void run(Pool& pool) {
+  // next_layer: the attention that comes after this one, if that is known
+  void run(Pool& pool, const Attention* next_layer) {
     int64_t rows = 1;
     std::vector<std::atomic<int64_t>> next(size_t(c.classes * c.cores));
     for (int64_t i = 0; i < c.classes; i++) {
@@ -376,6 +379,7 @@ struct Attention {
     slot_size = soft_size(rows);
     if (count) slots = static_cast<float*>(pool.shared(1, size_t(count * slot_size) * 4));
     pool.reserve(work_bytes(rows));
+    for (int i = 0; i < pool.threads(); i++) pool.later(i).clear();
 
     // Each thread runs its cores' tasks in the table's order, largest tiles first, then helps.
     int64_t total = 0;
@@ -385,13 +389,13 @@ struct Attention {
       Pool* pool;
       std::vector<std::atomic<int64_t>>* next;
       int64_t rows;
-    } job{this, &pool, &next, rows};
+      const Attention* next_layer;
+    } job{this, &pool, &next, rows, next_layer};
     pool.run(
         [](void* context, int thread) {
           Job& j = *static_cast<Job*>(context);
           const AttentionCall& c = j.self->c;
           Work w = j.self->work(j.pool->scratch(thread, j.self->work_bytes(j.rows)), j.rows);
-          j.pool->later(thread).clear();
           for (int64_t k = 0; k < c.cores; k++) {
             const int64_t core = (thread + k) % c.cores;
             for (int64_t i = c.classes - 1; i >= 0; i--) {
@@ -410,7 +414,7 @@ struct Attention {
               }
             }
           }
-          note_upcoming<T>(*j.pool, thread, c.kind);
+          if (j.next_layer) note_keys(j.pool->later(thread), *j.next_layer, thread);
         },
         &job, total <= 1);
 
@@ -418,27 +422,38 @@ struct Attention {
   }
 };
 
-}  // namespace xl
+template <class T>
+static void run_attention(Pool& pool, const AttentionCall& call, const AttentionCall* upcoming) {
+  std::optional<Attention<T>> next;
+  if (upcoming && upcoming->kind == call.kind) next.emplace(*upcoming);
+  Attention<T>(call).run(pool, next ? &*next : nullptr);
+}
 
-using namespace xl;
-
-XL_API int xl_attention(Pool* pool, const AttentionCall* call) {
+int attention(Pool* pool, const AttentionCall* call, const AttentionCall* upcoming) {
   return guarded(pool, [&] {
     switch (call->kind) {
       case K_F32:
-        return Attention<F32>(*call).run(*pool);
+        return run_attention<F32>(*pool, *call, upcoming);
       case K_F16:
-        return Attention<F16>(*call).run(*pool);
+        return run_attention<F16>(*pool, *call, upcoming);
       case K_BF16:
-        return Attention<BF16>(*call).run(*pool);
+        return run_attention<BF16>(*pool, *call, upcoming);
 #if defined(__AVX512BF16__)
       case K_BF16_DOT:
-        return Attention<BF16Dot>(*call).run(*pool);
+        return run_attention<BF16Dot>(*pool, *call, upcoming);
 #endif
       default:
         throw Unsupported();
     }
   });
+}
+
+}  // namespace xl
+
+using namespace xl;
+
+XL_API int xl_attention(Pool* pool, const AttentionCall* call) {
+  return attention(pool, call, nullptr);
 }
 
 XL_STRUCT(xl_attention, AttentionCall)

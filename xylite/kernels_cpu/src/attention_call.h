@@ -6,6 +6,8 @@
 
 namespace xl {
 
+class Pool;
+
 enum Field { SEQ, Q_ROW, NUM_ROWS, HEAD, KV_START, KV_END, PART };  // of a task
 enum MergeField { M_ROW = 8, M_PREFIX };  // the first seven are those of a task
 
@@ -100,5 +102,9 @@ struct AttentionCall {
       }
   }
 };
+
+// Attention of one iteration, and notes for `Later` of what `upcoming` will read: the attention of
+// the next layer, or null. Returns what entry points return.
+int attention(Pool* pool, const AttentionCall* call, const AttentionCall* upcoming);
 
 }  // namespace xl

@@ -87,12 +87,12 @@ struct Piece {
     for (; rows > 0; rows--, from += stride)
       for (ptrdiff_t i = 0; i < bytes; i += 64) prefetch(from + i);
   }
-  // What a tile that reads `width` bytes in a step fetches of it in so many steps. Nothing if the
-  // piece has fewer rows, or others than such: then all of it is asked for here.
-  Ahead during(ptrdiff_t steps, ptrdiff_t width) {
+  // What a tile that reads `width` bytes in a step, from `here` on, fetches of it in so many steps.
+  // Nothing if the piece has fewer rows, or others than such: then all of it is asked for at once.
+  Ahead during(ptrdiff_t steps, ptrdiff_t width, const void* here) {
     if (rows < steps || bytes != width) {
       fetch();
-      return nothing(from);
+      return nothing(here);
     }
     const Ahead ahead{from, stride, {from + width / 2, stride, steps}};
     from += steps * stride;

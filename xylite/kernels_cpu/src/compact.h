@@ -80,8 +80,8 @@ struct Groups {
   }
 };
 
-// mm_tile over whole groups, a panel wide. KEEP: what it unpacks goes to `kept`, for other rows, and
-// it fetches `others` beside the weights.
+// mm_tile over whole groups, a panel wide. KEEP: what it unpacks goes to `kept`, for other rows,
+// and it fetches `others` beside the weights: whole groups too, that add up to `steps`.
 template <int ROWS, bool KEEP>
 static void unpacking_tile(const uint16_t* a, ptrdiff_t lda, Groups& groups, float* c,
                            ptrdiff_t ldc, ptrdiff_t steps, bool add, uint16_t* kept,

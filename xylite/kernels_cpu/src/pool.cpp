@@ -59,7 +59,10 @@ static int count_forks() {
 bool Pool::is_foreign() const { return forks != forks_; }
 
 Pool::Pool(int threads, int spin_us)
-    : scratch_(size_t(threads)), later_(size_t(threads)), spin_ns_(spin_us * 1000LL), forks_(count_forks()) {
+    : scratch_(size_t(threads)),
+      later_(size_t(threads)),
+      spin_ns_(spin_us * 1000LL),
+      forks_(count_forks()) {
   try {
     for (int i = 1; i < threads; i++) workers_.emplace_back(&Pool::work, this, i);
   } catch (...) {  // no more threads, or no memory for them

@@ -12,8 +12,6 @@
 
 namespace xl {
 
-struct AttentionCall;
-
 constexpr int MAX_RUNS = 64;
 
 // Memory that only grows, one piece per thread and one shared; contents do not survive `get`.
@@ -81,9 +79,6 @@ class Pool {
 
   // Held for the length of one entry point: scratch memory belongs to the holder.
   std::mutex& entry() { return entry_; }
-
-  // The attention that comes after the one that runs now, where that is known.
-  const AttentionCall* upcoming = nullptr;
 
  private:
   void work(int thread);

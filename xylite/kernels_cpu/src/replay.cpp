@@ -16,23 +16,27 @@ struct Call {
 
 }  // namespace xl
 
-XL_API int xl_attention(xl::Pool*, const xl::AttentionCall*);
+XL_API int xl_attention(xl::Pool*, const xl::AttentionCall*);  // in attention.cpp
 
 using namespace xl;
 
 // Every call in order; the code of the first that fails.
 XL_API int xl_replay(Pool* pool, int64_t count, const Call* calls) {
-  const auto attention = reinterpret_cast<int64_t>(&xl_attention);
+  const auto is_attention = [](const Call& c) {
+    return c.entry == reinterpret_cast<int64_t>(&xl_attention);
+  };
+  const auto call_of = [](const Call& c) {
+    return static_cast<const AttentionCall*>(address(c.arguments));
+  };
+  const Call* end = calls + count;
   int code = 0;
-  for (int64_t i = 0; i < count && !code; i++) {
-    if (calls[i].entry == attention) {
-      const Call* next = std::find_if(calls + i + 1, calls + count,
-                                      [&](const Call& c) { return c.entry == attention; });
-      const void* upcoming = next == calls + count ? nullptr : address(next->arguments);
-      pool->upcoming = static_cast<const AttentionCall*>(upcoming);
+  for (const Call* c = calls; c != end && !code; c++) {
+    if (is_attention(*c)) {
+      const Call* next = std::find_if(c + 1, end, is_attention);
+      code = attention(pool, call_of(*c), next == end ? nullptr : call_of(*next));
+    } else {
+      code = reinterpret_cast<Entry>(c->entry)(pool, address(c->arguments));
     }
-    code = reinterpret_cast<Entry>(calls[i].entry)(pool, address(calls[i].arguments));
   }
-  pool->upcoming = nullptr;
   return code;
 }

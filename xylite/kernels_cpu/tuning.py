@@ -163,7 +163,7 @@ def at_start(kernels: Kernels, path: Path, *, has_dot: bool) -> Tuning:
 
 def dot_is_faster(kernels: Kernels) -> bool:
     """Whether the bf16 dot product beats widening to float32 where arithmetic is the limit."""
-    n, k, m = 128, 256, 96
+    n, k, m = 512, 512, 96  # arithmetic for 50 us or more: to wake threads may take 10
     w = torch.zeros(n * k, dtype=torch.bfloat16)
     x, out = torch.zeros(m, k), torch.empty(m, n)
 
@@ -173,7 +173,7 @@ def dot_is_faster(kernels: Kernels) -> bool:
 
     both = run(K_BF16), run(K_BF16_DOT)
     # By turns: what disturbs the machine for a moment disturbs both.
-    least = [min(times) for times in zip(*([_time(f) for f in both] for _ in range(30)))]
+    least = [min(times) for times in zip(*([_time(f) for f in both] for _ in range(40)))]
     return least[1] < least[0]
 
 

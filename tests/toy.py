@@ -7,7 +7,8 @@ every later token.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -304,3 +305,9 @@ def toy_request(
     limits = Limits(vocab_size=V, max_model_len=capacity, max_kv_tokens=capacity)
     kwargs.setdefault("end_tokens", frozenset({7}))
     return make_request(name, prompt, params, limits=limits, default_seed=5, **kwargs)
+
+
+def drawn_request(name: str, wanted: Mapping[str, Any], capacity: int) -> Request:
+    """The request that a random test has drawn."""
+    fields = {k: wanted[k] for k in ("cache_salt", "priority", "constraint")}
+    return toy_request(name, wanted["prompt"], wanted["params"], capacity=capacity, **fields)

@@ -74,7 +74,8 @@ def test_replays_that_fetch_the_next_layers_keys_are_the_passes(
     isa: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Linear layers of many decodes fetch meanwhile, in pieces of any length."""
-    check_decodes(Passes(make(isa), dtype, quantization), 47)
+    want, *found = decodes(Passes(make(isa), dtype, quantization), 47)
+    assert all(torch.equal(hidden, want) for hidden in found)
 
 
 @pytest.mark.parametrize("isa", names())
@@ -92,11 +93,12 @@ def test_replays_fetch_in_weights_of_all_forms(isa: str) -> None:
     config = {**CONFIG, "intermediate_size": 110}
     mixed = dataclasses.replace(ops, pack_linear=pack_linear)
     for num_seqs in (26, 32, 40):  # tiles of an odd number among them
-        check_decodes(Passes(mixed, torch.bfloat16, config=config), num_seqs)
+        want, *found = decodes(Passes(mixed, torch.bfloat16, config=config), num_seqs)
+        assert all(torch.equal(hidden, want) for hidden in found)
 
 
-def check_decodes(mine: Passes, num_seqs: int) -> None:
-    """A recorded and replayed pass of so many decodes is the pass."""
+def decodes(mine: Passes, num_seqs: int) -> list[Tensor]:
+    """Hidden states of one pass of so many decodes: computed, then recorded and replayed thrice."""
     pasts = (63, 64, 65, 100, 127, 128, 300, *range(num_seqs - 7))
     table = token_table([Chunk(past, 1) for past in pasts], SIZE)
     heads = (mine.spec.num_kv_heads, mine.spec.group)
@@ -106,11 +108,13 @@ def check_decodes(mine: Passes, num_seqs: int) -> None:
     generator = torch.manual_seed(3)
     for leaf in tree.leaves(kv):
         leaf.copy_(torch.randn(leaf.shape, generator=generator))
-    want, kv = mine.forward(kv, batch)
-    for _ in range(3):  # recorded and replayed, replayed
-        found, kv = mine.hidden(kv, batch)
-        assert torch.equal(found, want)
-    assert mine.num_run == 2
+    hidden, kv = mine.forward(kv, batch)
+    results = [hidden.clone()]
+    for _ in range(3):
+        hidden, kv = mine.hidden(kv, batch)
+        results.append(hidden.clone())  # they last until the next pass
+    assert mine.num_run == 2, "the pass was to be recorded once"
+    return results
 
 
 @pytest.mark.parametrize("isa", names())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.test_scheduler_property import requests, worlds
 from tests.runtime.test_speculation_engine import even_clock, make
-from tests.toy import WORDS, ToyDrafter, ToyExecutor, expected_tokens, toy_request
+from tests.toy import WORDS, ToyDrafter, ToyExecutor, drawn_request, expected_tokens
 from xylite.runtime.blocks import KVBlocks
 from xylite.runtime.engine import Engine
 from xylite.runtime.event_queue import TokenQueue
@@ -150,18 +150,7 @@ async def everything(world, capacity, wanted, rng, kind, chance, executor=Faulty
             async_scheduling=rng.random() < 0.8,
             clock=clock,
         )
-        asked = [
-            toy_request(
-                f"r{i}",
-                w["prompt"],
-                w["params"],
-                capacity=capacity,
-                cache_salt=w["cache_salt"],
-                priority=w["priority"],
-                constraint=w["constraint"],
-            )
-            for i, w in enumerate(wanted)
-        ]
+        asked = [drawn_request(f"r{i}", w, capacity) for i, w in enumerate(wanted)]
         async with asyncio.timeout(30):
             await asyncio.gather(
                 *(client(engine, r, rng, w["abort_at"]) for r, w in zip(asked, wanted, strict=True))

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.driver import Driver
-from tests.toy import SumConstraint, ToyDrafter, V, expected_tokens, toy_request
+from tests.toy import SumConstraint, ToyDrafter, V, drawn_request, expected_tokens
 from xylite.runtime.request import SamplingParams
 
 
@@ -78,15 +78,7 @@ def test_any_schedule_gives_the_tokens_of_full_recomputation(data, seed):
     built = {}
     later = []
     for i, w in enumerate(wanted):
-        request = toy_request(
-            f"r{i}",
-            w["prompt"],
-            w["params"],
-            capacity=capacity,
-            cache_salt=w["cache_salt"],
-            priority=w["priority"],
-            constraint=w["constraint"],
-        )
+        request = drawn_request(f"r{i}", w, capacity)
         built[request.id] = (request, w)
         later.append((w["at"], request))
     aborted = set()
